@@ -1,0 +1,274 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/core/tensor.h"
+
+// One parameter struct per op. Letters: T tokens of this step, S sequences of this step, R logits rows, D hidden size,
+// H heads of this rank, E experts, V vocabulary. All pointers are device memory (on the CPU: host memory) unless a
+// comment says host. "act" is Ops::activation_dtype(): F32 on the CPU, BF16 or F32 on CUDA.
+namespace k3 {
+
+class LinearWeight;
+class ExpertWeights;
+class LatentProjection;
+
+// The sequences of one step, packed: sequence s owns rows [token_begin[s], token_begin[s+1]) of every [T, ...] matrix,
+// which are its positions context[s], context[s]+1, ... . Every sequence has at least one token.
+struct SequenceBatch {
+  int32_t num_tokens = 0;                    // T
+  int32_t num_sequences = 0;                 // S
+  const int32_t* token_begin = nullptr;      // [S + 1]
+  const int32_t* context = nullptr;          // [S] tokens of the sequence computed before this step
+  const int32_t* state_slot = nullptr;       // [S] slot of KdaParams' pools; written in place
+  const int32_t* page_table = nullptr;       // [S, page_table_stride] ids into MlaPages; entries past the length unread
+  int64_t page_table_stride = 0;
+  const int32_t* sequence_of_token = nullptr;  // [T]
+  const int32_t* position = nullptr;           // [T]
+  // States to store in passing: after packed row snapshot_row[i] of its sequence has been applied, the state is copied
+  // to slot snapshot_slot[i]. Rows ascend. A snapshot slot is never any sequence's state_slot.
+  int32_t num_snapshots = 0;
+  const int32_t* snapshot_row = nullptr;   // [num_snapshots]
+  const int32_t* snapshot_slot = nullptr;  // [num_snapshots]
+  // Host copies for choosing variants and grids; same contents.
+  const int32_t* host_token_begin = nullptr;  // host, [S + 1]
+  const int32_t* host_context = nullptr;      // host, [S]
+};
+
+// out[t] = table[tokens[t]].
+struct EmbedParams {
+  const int32_t* tokens = nullptr;  // [T], each in [0, table.rows)
+  MatrixView table;                 // [V, D] as made by Ops::MakeTable
+  MatrixView out;                   // [T, D] act
+};
+
+// y = x W^T, or y += x W^T.
+struct LinearParams {
+  MatrixView x;  // [T, in] act
+  const LinearWeight* weight = nullptr;
+  MatrixView y;  // [T, out] act, or F32
+  bool accumulate = false;
+};
+
+// out[i] = x[row[i]].
+struct GatherRowsParams {
+  MatrixView x;                   // [T, D]
+  const int32_t* row = nullptr;   // [R]
+  MatrixView out;                 // [R, D], x's dtype
+};
+
+// out = weight * x / sqrt(mean(x^2) + eps), fp32 inside, one rounding (spec 3.0).
+struct RmsNormParams {
+  MatrixView x;                   // [T, D] act
+  const float* weight = nullptr;  // [D]
+  float eps = 0;
+  MatrixView out;                 // [T, D] act; may be x itself
+};
+
+// stream += delta, then out = RmsNorm(stream): the ordinary pre-norm residual of Kimi-Linear. `delta` may be absent.
+struct AddRmsNormParams {
+  MatrixView stream;              // [T, D] act, in and out
+  MatrixView delta;               // [T, D] act, or absent
+  const float* weight = nullptr;  // [D]
+  float eps = 0;
+  MatrixView out;                 // [T, D] act
+};
+
+// Block attention residuals (spec 3.2), fused with the running-sum update and the next RMSNorm.
+//   live = bank[live_block]; if delta: live = restart ? delta : live + delta (stored back, rounded to act)
+//   a_j = softmax over j in 0..live_block of sum_c bank[j][c] * rsqrt(mean(bank[j]^2) + mix_eps) * query[c]
+//   out = RmsNorm(sum_j a_j bank[j]), the norm applied to the unrounded fp32 mix.
+// With live_block == 0 the mix is the live sum itself.
+struct AttnResMixParams {
+  void* bank = nullptr;           // [live_block + 1][T, D] act, block-major; block j starts at element j * block_stride
+  int64_t block_stride = 0;
+  int32_t live_block = 0;
+  int64_t rows = 0;               // T
+  int64_t cols = 0;               // D
+  MatrixView delta;               // [T, D] act, or absent
+  bool restart = false;           // the live block holds nothing yet: the sum starts with delta
+  const float* query = nullptr;   // [D] key-norm weight times pseudo-query, folded at load
+  float mix_eps = 0;
+  const float* norm_weight = nullptr;  // [D]
+  float norm_eps = 0;
+  MatrixView out;                 // [T, D] act
+};
+
+enum class KdaGate : uint8_t {
+  kBounded,   // g = lower_bound * sigmoid(exp(A_log) * z), in (lower_bound, 0): K3
+  kSoftplus,  // g = -exp(A_log) * softplus(z), unbounded below: Kimi-Linear
+};
+
+// Everything of one KDA layer between the input products and the output product (spec 3.3): short convolution with SiLU,
+// l2norm, decay and write-strength gates, delta-rule recurrence on the paged state, gated RMSNorm.
+// For K = V = head_dim = d. State S[k][v] is kept as [H, K, V] fp32 (or BF16, see state_dtype), K-major:
+//   S <- diag(exp(g)) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q.
+struct KdaParams {
+  const SequenceBatch* batch = nullptr;
+  int32_t heads = 0;      // H
+  int32_t head_dim = 0;   // d
+  int32_t conv_width = 0; // W, taps per channel; tap W-1 meets the current token
+  MatrixView qkv;         // [T, 3*H*d] act: raw q | k | v before the convolution
+  MatrixView decay;       // [T, H*d] act: f_b(f_a(x)), dt_bias not yet added
+  MatrixView beta;        // [T, H] act: write-strength logits
+  MatrixView gate;        // [T, H*d] act: output-gate logits
+  const float* conv_taps = nullptr;  // [3*H*d, W]
+  const float* dt_bias = nullptr;    // [H*d]
+  const float* a_log = nullptr;      // [H]
+  const float* norm_weight = nullptr;  // [d]
+  KdaGate gate_kind = KdaGate::kBounded;
+  float gate_lower_bound = 0;  // kBounded only, in [-5, 0)
+  float norm_eps = 0;
+  // The state pool of this layer. Slot s, recurrent part: [H, d, d] at state + s * slot_stride bytes; convolution part:
+  // [W-1, 3*H*d] act-typed raw inputs, oldest first, at conv_state + s * slot_stride bytes.
+  void* state = nullptr;
+  void* conv_state = nullptr;
+  int64_t slot_stride = 0;  // bytes
+  DType state_dtype = DType::kF32;
+  MatrixView out;  // [T, H*d] act
+  void* scratch = nullptr;  // Ops::KdaScratchBytes
+};
+
+// A pool of MLA latent pages of one layer: page p holds page_size lines of latent_dim + rope_dim elements starting at
+// byte p * page_stride of `data`. A line is [c (after norm) | k_pe] of one token, shared by all heads.
+struct MlaPages {
+  void* data = nullptr;
+  DType dtype = DType::kF32;
+  int64_t page_stride = 0;  // bytes between pages of this layer
+  int32_t page_size = 0;    // tokens
+};
+
+// Writes the cache line of each token of the step to its page (spec 3.4).
+struct MlaAppendParams {
+  const SequenceBatch* batch = nullptr;
+  MatrixView kv_a;                     // [T, latent_dim + rope_dim] act
+  const float* norm_weight = nullptr;  // [latent_dim]
+  float norm_eps = 0;                  // --latent-norm-eps
+  int32_t latent_dim = 0;
+  int32_t rope_dim = 0;                // never rotated
+  MlaPages pages;
+};
+
+// Causal attention of the step's tokens over their sequences' pages (this step's lines included), then the output gate.
+struct MlaAttentionParams {
+  const SequenceBatch* batch = nullptr;
+  int32_t heads = 0;
+  int32_t nope_dim = 0;
+  int32_t rope_dim = 0;
+  int32_t latent_dim = 0;
+  int32_t value_dim = 0;
+  MatrixView q;                                   // [T, H * (nope_dim + rope_dim)] act, per head nope then rope
+  const LatentProjection* projection = nullptr;   // kv_b, split per head into key and value parts
+  MatrixView gate;                                // [T, H * value_dim] act logits, or absent
+  float scale = 0;                                // (nope_dim + rope_dim)^-0.5
+  MlaPages pages;
+  MatrixView out;                                 // [T, H * value_dim] act
+  void* scratch = nullptr;                        // Ops::MlaScratchBytes
+};
+
+enum class Activation : uint8_t {
+  kSitu,    // beta tanh(g / beta) sigmoid(g) * linear_beta tanh(u / linear_beta)
+  kSwiglu,  // silu(g) * u
+};
+
+struct ActivationSpec {
+  Activation kind = Activation::kSitu;
+  float beta = 1;
+  float linear_beta = 0;  // kSitu: 0 leaves u uncapped
+};
+
+// out = f(gate, up) with gate_up = [gate | up].
+struct GatedActivationParams {
+  MatrixView gate_up;  // [T, 2*I] act
+  ActivationSpec activation;
+  MatrixView out;      // [T, I] act
+};
+
+enum class RouterScore : uint8_t { kSigmoid, kSoftmax };
+
+// Selects experts (spec 3.6). Scores, bias and comparison in fp32; ties go to the lower id. Ids come out ascending.
+struct RouterTopKParams {
+  const float* logits = nullptr;  // [T, E]
+  int64_t tokens = 0;
+  int32_t experts = 0;
+  int32_t top_k = 0;
+  int32_t groups = 1;      // E divides into `groups`; only the best topk_group of them take part
+  int32_t topk_group = 1;
+  const float* bias = nullptr;  // [E] selection only
+  RouterScore score = RouterScore::kSigmoid;
+  bool renormalize = true;
+  bool biased_weights = false;  // --kl-router-weights biased
+  float scale = 1;
+  const int32_t* forced_ids = nullptr;  // [T, top_k] or null: take these, weights still from the own scores (verify)
+  int32_t* ids = nullptr;    // [T, top_k] out, ascending per token
+  float* weights = nullptr;  // [T, top_k] out
+};
+
+// y[t] = sum over j with ids[t, j] in this rank's experts of weights[t, j] * W2 f(W1 x[t], W3 x[t]).
+// The sum over j runs in ascending expert order in fp32 whatever the batch. Rows without a local expert come out 0.
+struct MoeExpertsParams {
+  MatrixView x;                      // [T, in] act
+  const int32_t* ids = nullptr;      // [T, top_k], ascending per token
+  const float* weights = nullptr;    // [T, top_k]
+  int32_t top_k = 0;
+  const ExpertWeights* experts = nullptr;
+  ActivationSpec activation;
+  MatrixView out;                    // [T, in] act, or F32 when partial sums are still to be reduced over ranks
+  void* scratch = nullptr;           // Ops::MoeScratchBytes
+};
+
+// Sampling of R rows. Order of operations on a row's logits z (fp32):
+//   1. finite check: any NaN or +inf, or nothing above -inf, marks the row kNonFinite and gives no token;
+//   2. log-probabilities (token and top) are log_softmax of the raw z;
+//   3. logit edits, in the order of their kinds below; 4. mask of allowed ids; 5. temperature; 6. top-k; 7. top-p; 8. min-p;
+//   9. draw by inverse transform of `uniform` over the kept ids in ascending id order; temperature 0 takes the arg-max,
+//      ties to the lowest id.
+enum class SampleStatus : int32_t { kOk = 0, kNonFinite = 1, kNothingAllowed = 2 };
+
+enum class LogitEditKind : int32_t {
+  kPenalty = 0,  // `count` occurrences generated, `in_prompt` says whether the prompt holds it too
+  kBias = 1,     // add `value`; -inf bans the id
+};
+
+struct LogitEdit {
+  int32_t id = 0;
+  LogitEditKind kind = LogitEditKind::kBias;
+  int32_t count = 0;      // kPenalty: occurrences among generated tokens
+  int32_t in_prompt = 0;  // kPenalty
+  float value = 0;        // kBias
+};
+
+// Per-row parameters, packed so that one upload carries them.
+struct SampleRow {
+  float temperature = 0;         // 0 = greedy
+  float top_p = 1;               // (0, 1]
+  float min_p = 0;               // [0, 1)
+  int32_t top_k = 0;             // 0 = off
+  float presence_penalty = 0;    // z -= presence (count > 0), z -= frequency * count
+  float frequency_penalty = 0;
+  float repetition_penalty = 1;  // count > 0 or in_prompt: z > 0 ? z / r : z * r, before the other two
+  float uniform = 0;             // [0, 1), from the engine's counter-based stream (seed, choice, position)
+  int32_t edit_begin = 0;        // this row's slice of `edits`, kPenalty entries first
+  int32_t edit_end = 0;
+  int32_t mask_row = -1;         // row of `allowed_mask`, or -1
+  int32_t top_logprobs = 0;      // how many of the best raw log-probabilities to return, <= max_top_logprobs
+  int32_t logprob_of = -1;       // also return the log-probability of this id (prompt log-probabilities); -1: of the chosen
+  int32_t draw = 1;              // 0: log-probabilities only, no token
+};
+
+struct SampleParams {
+  MatrixView logits;                       // [R, V] F32; may be overwritten
+  const SampleRow* rows = nullptr;         // [R]
+  const LogitEdit* edits = nullptr;
+  const uint32_t* allowed_mask = nullptr;  // [mask rows, ceil(V/32)], bit set = allowed
+  int32_t max_top_logprobs = 0;            // stride of the two top arrays below
+  int32_t* token = nullptr;                // [R] out; -1 where status is not kOk or draw is 0
+  int32_t* status = nullptr;               // [R] out, SampleStatus
+  float* logprob = nullptr;                // [R] out: of the chosen id, or of `logprob_of`
+  int32_t* top_ids = nullptr;              // [R, max_top_logprobs] out, best first, ties to the lower id
+  float* top_logprobs = nullptr;           // [R, max_top_logprobs] out
+  void* scratch = nullptr;                 // Ops::SampleScratchBytes
+};
+
+}  // namespace k3
