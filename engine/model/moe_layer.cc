@@ -1,0 +1,60 @@
+#include "engine/model/moe_layer.h"
+
+#include "engine/model/mlp_layer.h"
+
+namespace k3 {
+
+void RunMoeLayer(const LayerContext& context, const MoeWeights& weights, int32_t moe_layer, const MatrixView& x,
+                 const MatrixView& out) {
+  const ModelConfig& config = context.config;
+  Ops& ops = context.ops;
+  Workspace& ws = context.workspace;
+  const int64_t tokens = x.rows;
+
+  const MatrixView logits = ws.router_logits.Rows(0, tokens);
+  ops.Linear({.x = x, .weight = weights.router.get(), .y = logits}, context.stream);
+  RouterTopKParams router;
+  router.logits = logits.as<float>();
+  router.tokens = tokens;
+  router.experts = config.num_experts;
+  router.top_k = config.num_experts_per_token;
+  router.groups = config.num_expert_group;
+  router.topk_group = config.topk_group;
+  router.bias = weights.router_bias;
+  router.score = config.router_score;
+  router.renormalize = config.moe_renormalize;
+  router.biased_weights = config.biased_router_weights;
+  router.scale = config.routed_scaling_factor;
+  router.forced_ids = context.probe != nullptr ? context.probe->ForcedIds(moe_layer) : nullptr;
+  router.ids = ws.expert_ids;
+  router.weights = ws.expert_weights;
+  ops.RouterTopK(router, context.stream);
+  if (context.probe != nullptr) context.probe->OnRouted(moe_layer, ws.expert_ids, tokens);
+
+  MatrixView expert_in = x;
+  if (weights.latent_down != nullptr) {
+    expert_in = ws.expert_in.Rows(0, tokens);
+    ops.Linear({.x = x, .weight = weights.latent_down.get(), .y = expert_in}, context.stream);
+  }
+  // The sum over experts goes straight to `out` unless it still has to come back from the latent width.
+  const MatrixView expert_out = weights.latent_up != nullptr ? ws.expert_out.Rows(0, tokens) : out;
+  ops.MoeExperts({.x = expert_in,
+                  .ids = ws.expert_ids,
+                  .weights = ws.expert_weights,
+                  .top_k = config.num_experts_per_token,
+                  .experts = weights.experts.get(),
+                  .activation = config.activation,
+                  .out = expert_out,
+                  .scratch = ws.scratch},
+                 context.stream);
+  if (weights.latent_up != nullptr) {
+    if (weights.latent_norm != nullptr) {
+      ops.RmsNorm({.x = expert_out, .weight = weights.latent_norm, .eps = config.rms_norm_eps, .out = expert_out},
+                  context.stream);
+    }
+    ops.Linear({.x = expert_out, .weight = weights.latent_up.get(), .y = out}, context.stream);
+  }
+  if (weights.shared.gate_up != nullptr) RunMlpLayer(context, weights.shared, x, out, /*accumulate=*/true);
+}
+
+}  // namespace k3

@@ -1,0 +1,121 @@
+#include "engine/model/workspace.h"
+
+#include <algorithm>
+
+namespace k3 {
+namespace {
+
+// Hands out aligned pieces of one allocation; with a null base it only counts.
+class Carver {
+ public:
+  explicit Carver(char* base) : base_(base) {}
+  void* Take(size_t bytes) {
+    void* piece = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += (bytes + 255) / 256 * 256;
+    return piece;
+  }
+  MatrixView Matrix(int64_t rows, int64_t cols, DType dtype) {
+    if (cols == 0) return {};
+    return {Take(static_cast<size_t>(rows * cols) * SizeOf(dtype)), dtype, rows, cols, cols};
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_ = 0;
+};
+
+int64_t KdaProjectedWidth(const ModelConfig& c) {
+  if (c.num_kda_layers() == 0) return 0;
+  const int64_t gate = c.use_full_rank_gate ? c.kda_channels() : c.kda_head_dim;
+  return 3 * c.kda_channels() + c.kda_head_dim + c.kda_heads + gate;
+}
+
+int64_t MlaQueryWidth(const ModelConfig& c) {
+  return static_cast<int64_t>(c.num_attention_heads) * (c.qk_nope_head_dim + c.qk_rope_head_dim);
+}
+
+int64_t MlaProjectedWidth(const ModelConfig& c) {
+  if (c.num_mla_layers() == 0) return 0;
+  const int64_t q = c.q_lora_rank > 0 ? c.q_lora_rank : MlaQueryWidth(c);
+  const int64_t gate = c.mla_use_output_gate ? static_cast<int64_t>(c.num_attention_heads) * c.v_head_dim : 0;
+  return q + c.latent_line_elements() + gate;
+}
+
+// Widest gated activation: the dense layers' or the shared experts'.
+int64_t MlpWidth(const ModelConfig& c) {
+  int64_t width = 0;
+  for (int32_t layer = 0; layer < c.num_hidden_layers; ++layer) {
+    width = std::max(width, c.IsMoe(layer) ? c.shared_intermediate_size() : c.intermediate_size);
+  }
+  return width;
+}
+
+}  // namespace
+
+size_t Workspace::BankBytes(const ModelConfig& config, const StepBounds& bounds, DType activation) {
+  return static_cast<size_t>(config.num_residual_blocks() * bounds.tokens * config.hidden_size) * SizeOf(activation);
+}
+
+size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, const Ops& ops, char* base) {
+  const DType act = ops.activation_dtype();
+  const int64_t t = bounds.tokens;
+  Carver carver(base);
+  bank = carver.Take(BankBytes(c, bounds, act));
+  block_stride = t * c.hidden_size;
+  hidden = carver.Matrix(t, c.hidden_size, act);
+  sublayer_out = carver.Matrix(t, c.hidden_size, act);
+  projected = carver.Matrix(t, std::max({KdaProjectedWidth(c), MlaProjectedWidth(c), 2 * MlpWidth(c)}), act);
+  if (c.num_kda_layers() > 0) {
+    decay = carver.Matrix(t, c.kda_channels(), act);
+    if (!c.use_full_rank_gate) low_rank_gate = carver.Matrix(t, c.kda_channels(), act);
+  }
+  if (c.num_mla_layers() > 0 && c.q_lora_rank > 0) {
+    q_latent = carver.Matrix(t, c.q_lora_rank, act);
+    q = carver.Matrix(t, MlaQueryWidth(c), act);
+  }
+  attention_out = carver.Matrix(
+      t, std::max(c.kda_channels(), static_cast<int64_t>(c.num_attention_heads) * c.v_head_dim), act);
+  mlp_act = carver.Matrix(t, MlpWidth(c), act);
+  if (c.num_experts > 0) {
+    expert_in = carver.Matrix(t, c.routed_expert_hidden_size, act);
+    expert_out = carver.Matrix(t, c.expert_width(), act);
+    router_logits = carver.Matrix(t, c.num_experts, DType::kF32);
+    expert_ids = static_cast<int32_t*>(carver.Take(static_cast<size_t>(t * c.num_experts_per_token) * 4));
+    expert_weights = static_cast<float*>(carver.Take(static_cast<size_t>(t * c.num_experts_per_token) * 4));
+  }
+  head_in = carver.Matrix(bounds.logits_rows, c.hidden_size, act);
+  logits = carver.Matrix(bounds.logits_rows, c.vocab_size, DType::kF32);
+
+  size_t scratch_bytes = ops.SampleScratchBytes(bounds.logits_rows, c.vocab_size);
+  if (c.num_kda_layers() > 0) {
+    scratch_bytes = std::max(
+        scratch_bytes, ops.KdaScratchBytes(t, bounds.sequences, c.kda_heads, c.kda_head_dim, c.conv_width));
+  }
+  if (c.num_mla_layers() > 0) {
+    scratch_bytes = std::max(scratch_bytes, ops.MlaScratchBytes(t, bounds.sequences, c.num_attention_heads,
+                                                                c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim,
+                                                                c.v_head_dim, bounds.context));
+  }
+  if (c.num_experts > 0) {
+    scratch_bytes = std::max(scratch_bytes, ops.MoeScratchBytes(t, c.num_experts_per_token, c.num_experts,
+                                                                c.expert_width(), c.moe_intermediate_size));
+  }
+  scratch = carver.Take(scratch_bytes);
+  return carver.used();
+}
+
+size_t Workspace::Bytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops) {
+  return Workspace().Layout(config, bounds, ops, nullptr);
+}
+
+Workspace::Workspace(const ModelConfig& config, const StepBounds& bounds, Ops& ops) : ops_(&ops), bounds_(bounds) {
+  memory_ = static_cast<char*>(ops.Allocate(Bytes(config, bounds, ops)));
+  Layout(config, bounds, ops, memory_);
+}
+
+Workspace::~Workspace() {
+  if (memory_ != nullptr) ops_->Free(memory_);
+}
+
+}  // namespace k3
