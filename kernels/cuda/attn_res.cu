@@ -1,0 +1,64 @@
+#include "kernels/cuda/attn_res.cuh"
+#include "kernels/cuda/op_table.h"
+
+namespace k3::cuda {
+namespace {
+
+template <typename T, int N, int kSources>
+void LaunchHeld(const AttnResArgs<T>& args, int64_t rows, cudaStream_t queue) {
+  constexpr int kSums = kSources <= 1 ? 2 : kSources <= 2 ? 4 : kSources <= 4 ? 8 : kSources <= 8 ? 16 : 32;
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(rows));
+  shape.block = dim3(static_cast<unsigned>(RoundUp(args.cols / N, 32)));
+  shape.shared = (32 * kSums + 64) * sizeof(float);
+  Launch(&AttnResKernel<T, N, kSources>, shape, queue, "AttnResMix", args);
+}
+
+template <typename T>
+void Mix(const AttnResMixParams& params, cudaStream_t queue) {
+  AttnResArgs<T> args;
+  args.bank = static_cast<T*>(params.bank);
+  args.block_stride = params.block_stride;
+  args.sources = params.live_block + 1;
+  args.cols = static_cast<int>(params.cols);
+  args.delta = AsMatrix<const T>(params.delta);
+  args.restart = params.restart;
+  args.query = params.query;
+  args.mix_eps = params.mix_eps;
+  args.norm_weight = params.norm_weight;
+  args.norm_eps = params.norm_eps;
+  args.out = AsMatrix<T>(params.out);
+
+  constexpr int N = kPack<T>;
+  const bool aligned = params.cols % N == 0 && params.cols / N <= 1024 && params.block_stride % N == 0 &&
+                       Aligned(params.bank, 16) && RowsAligned16(params.out) && Aligned(params.norm_weight, 16) &&
+                       Aligned(params.query, 16) && (!params.delta || RowsAligned16(params.delta));
+  if (aligned && args.sources <= 2) return LaunchHeld<T, N, 2>(args, params.rows, queue);
+  if (aligned && args.sources <= 5) return LaunchHeld<T, N, 5>(args, params.rows, queue);
+  if (aligned && args.sources <= 9) return LaunchHeld<T, N, 9>(args, params.rows, queue);
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(params.rows));
+  shape.block = dim3(256);
+  shape.shared = (32 + args.sources) * sizeof(float);
+  Launch(&AttnResAnyKernel<T>, shape, queue, "AttnResMix", args);
+}
+
+}  // namespace
+
+void AttnResMix(const Device& device, const AttnResMixParams& params, cudaStream_t queue) {
+  K3_REQUIRE(params.bank != nullptr && params.norm_weight != nullptr, "bank or norm_weight is null");
+  K3_REQUIRE(
+      params.live_block >= 0 && params.live_block < kAttnResMaxSources,
+      "live_block must be in [0, " + std::to_string(kAttnResMaxSources) + "), is " + std::to_string(params.live_block));
+  K3_REQUIRE(params.live_block == 0 || params.query != nullptr,
+             "query is null with live_block " + std::to_string(params.live_block));
+  K3_REQUIRE(params.live_block == 0 || params.block_stride >= params.rows * params.cols,
+             "block_stride " + std::to_string(params.block_stride) + " is less than rows * cols");
+  K3_REQUIRE(!params.restart || params.delta, "restart without delta");
+  K3_REQUIRE_MATRIX(params.out, device.act, params.rows, params.cols);
+  if (params.delta) K3_REQUIRE_MATRIX(params.delta, device.act, params.rows, params.cols);
+  if (params.rows == 0) return;
+  device.act == DType::kBF16 ? Mix<bf16>(params, queue) : Mix<float>(params, queue);
+}
+
+}  // namespace k3::cuda

@@ -1,0 +1,219 @@
+#include "kernels/cuda/cuda_ops.h"
+
+#include <algorithm>
+
+#include "kernels/cuda/op_table.h"
+
+namespace k3::cuda {
+namespace {
+
+constexpr int kCapabilityMajor = 9;
+constexpr int kCapabilityMinor = 0;
+constexpr size_t kBlasWorkspaceBytes = size_t{64} << 20;
+
+std::string VersionText(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+// The number of visible devices; throws when the driver is missing or older than this build's toolkit.
+int VisibleDevices() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess && count > 0) return count;
+  cudaGetLastError();
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  if (error == cudaErrorInsufficientDriver || (driver != 0 && driver < CUDART_VERSION && error != cudaErrorNoDevice)) {
+    throw DeviceError("the NVIDIA driver is too old: needed is one for CUDA " + VersionText(CUDART_VERSION) +
+                      ", found " + (driver == 0 ? std::string("none") : "one for CUDA " + VersionText(driver)));
+  }
+  throw DeviceError("no CUDA device: needed is one of compute capability " + std::to_string(kCapabilityMajor) + "." +
+                    std::to_string(kCapabilityMinor) + " (H100, H200), found none" +
+                    (error == cudaSuccess ? std::string() : std::string(" (") + cudaGetErrorString(error) + ")"));
+}
+
+void RequireCapability(int ordinal, const cudaDeviceProp& properties) {
+  if (properties.major == kCapabilityMajor && properties.minor == kCapabilityMinor) return;
+  throw DeviceError("CUDA device " + std::to_string(ordinal) + " cannot run this build: needed is compute capability " +
+                    std::to_string(kCapabilityMajor) + "." + std::to_string(kCapabilityMinor) +
+                    " (H100, H200), found " + std::to_string(properties.major) + "." +
+                    std::to_string(properties.minor) + " (" + properties.name + ")");
+}
+
+}  // namespace
+
+CudaOps::CudaOps(const CudaOptions& options) {
+  if (options.compute_dtype != DType::kBF16 && options.compute_dtype != DType::kF32) {
+    throw DeviceError(std::string("compute_dtype must be BF16 or F32, is ") + Name(options.compute_dtype));
+  }
+  const int count = VisibleDevices();
+  if (options.device < 0 || options.device >= count) {
+    throw DeviceError("no CUDA device " + std::to_string(options.device) + ": found " + std::to_string(count));
+  }
+  cudaDeviceProp properties;
+  K3_CUDA(cudaGetDeviceProperties(&properties, options.device));
+  RequireCapability(options.device, properties);
+  K3_CUDA(cudaSetDevice(options.device));
+  name_ = std::string(properties.name) + " (device " + std::to_string(options.device) + ")";
+  device_.ordinal = options.device;
+  device_.multiprocessors = properties.multiProcessorCount;
+  device_.shared_per_block = properties.sharedMemPerBlockOptin;
+  device_.act = options.compute_dtype;
+  device_.batch_invariant = options.batch_invariant;
+  K3_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  Check(cublasLtCreate(&device_.blas), "cublasLtCreate");
+  blas_workspace_ = DeviceMemory(options.device, kBlasWorkspaceBytes);
+  device_.blas_workspace = blas_workspace_.data();
+  device_.blas_workspace_bytes = kBlasWorkspaceBytes;
+  uploader_ = std::make_unique<Uploader>(options.device);
+}
+
+CudaOps::~CudaOps() {
+  cudaSetDevice(device_.ordinal);
+  cudaStreamSynchronize(stream_);
+  cublasLtDestroy(device_.blas);
+  cudaStreamDestroy(stream_);
+}
+
+void* CudaOps::Allocate(size_t bytes) {
+  K3_CUDA(cudaSetDevice(device_.ordinal));
+  void* data = nullptr;
+  const cudaError_t error = cudaMalloc(&data, std::max<size_t>(bytes, 256));
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    throw DeviceError("cannot allocate " + std::to_string(bytes) + " bytes on " + name_ + " (" +
+                      std::to_string(FreeMemory()) + " of " + std::to_string(TotalMemory()) +
+                      " free): " + cudaGetErrorString(error));
+  }
+  return data;
+}
+
+void CudaOps::Free(void* data) noexcept {
+  cudaSetDevice(device_.ordinal);
+  cudaFree(data);
+}
+
+void* CudaOps::AllocateHost(size_t bytes) {
+  K3_CUDA(cudaSetDevice(device_.ordinal));
+  void* data = nullptr;
+  K3_CUDA(cudaMallocHost(&data, std::max<size_t>(bytes, 256)));
+  return data;
+}
+
+void CudaOps::FreeHost(void* data) noexcept { cudaFreeHost(data); }
+
+void CudaOps::CopyToDevice(void* device, const void* host, size_t bytes, Stream stream) {
+  if (bytes == 0) return;
+  K3_CUDA(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, Queue(stream)));
+}
+
+void CudaOps::CopyToHost(void* host, const void* device, size_t bytes, Stream stream) {
+  if (bytes == 0) return;
+  K3_CUDA(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, Queue(stream)));
+}
+
+void CudaOps::CopyOnDevice(void* to, const void* from, size_t bytes, Stream stream) {
+  if (bytes == 0) return;
+  K3_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, Queue(stream)));
+}
+
+void CudaOps::Fill(void* device, uint8_t byte, size_t bytes, Stream stream) {
+  if (bytes == 0) return;
+  K3_CUDA(cudaMemsetAsync(device, byte, bytes, Queue(stream)));
+}
+
+void CudaOps::Synchronize(Stream stream) { K3_CUDA(cudaStreamSynchronize(Queue(stream))); }
+
+size_t CudaOps::TotalMemory() const {
+  size_t free = 0, total = 0;
+  K3_CUDA(cudaSetDevice(device_.ordinal));
+  K3_CUDA(cudaMemGetInfo(&free, &total));
+  return total;
+}
+
+size_t CudaOps::FreeMemory() const {
+  size_t free = 0, total = 0;
+  K3_CUDA(cudaSetDevice(device_.ordinal));
+  K3_CUDA(cudaMemGetInfo(&free, &total));
+  return free;
+}
+
+MatrixView CudaOps::MakeTable(const HostTensor& table) {
+  K3_REQUIRE(table.shape.size() == 2,
+             table.name + " must have 2 dimensions, has " + std::to_string(table.shape.size()));
+  // BF16 loses nothing where the checkpoint holds BF16 anyway.
+  const DType type = table.dtype == DType::kBF16 ? DType::kBF16 : device_.act;
+  DeviceMemory memory(device_.ordinal, static_cast<size_t>(table.elements()) * SizeOf(type));
+  uploader_->Upload(table, memory.data(), type);
+  const MatrixView view{memory.data(), type, table.shape[0], table.shape[1], table.shape[1]};
+  std::lock_guard lock(mutex_);
+  owned_.push_back(std::move(memory));
+  return view;
+}
+
+const float* CudaOps::MakeVector(std::span<const float> values) {
+  DeviceMemory memory(device_.ordinal, values.size_bytes());
+  uploader_->UploadBytes(values.data(), memory.data(), values.size_bytes());
+  const float* data = static_cast<const float*>(memory.data());
+  std::lock_guard lock(mutex_);
+  owned_.push_back(std::move(memory));
+  return data;
+}
+
+void CudaOps::RmsNorm(const RmsNormParams& params, Stream stream) { cuda::RmsNorm(device_, params, Queue(stream)); }
+void CudaOps::AddRmsNorm(const AddRmsNormParams& params, Stream stream) {
+  cuda::AddRmsNorm(device_, params, Queue(stream));
+}
+void CudaOps::AttnResMix(const AttnResMixParams& params, Stream stream) {
+  cuda::AttnResMix(device_, params, Queue(stream));
+}
+
+// Ops that follow in the next changes.
+namespace {
+[[noreturn]] void Missing(const char* op) { throw DeviceError(std::string(op) + " does not exist on CUDA yet"); }
+}  // namespace
+std::unique_ptr<LinearWeight> CudaOps::MakeLinear(std::span<const HostTensor>) { Missing("MakeLinear"); }
+std::unique_ptr<ExpertWeights> CudaOps::MakeExperts(int32_t, std::span<const HostExpert>) { Missing("MakeExperts"); }
+std::unique_ptr<LatentProjection> CudaOps::MakeLatentProjection(const HostTensor&, int32_t, int32_t, int32_t) {
+  Missing("MakeLatentProjection");
+}
+size_t CudaOps::KdaScratchBytes(int64_t, int64_t, int32_t, int32_t, int32_t) const { Missing("Kda"); }
+size_t CudaOps::MlaScratchBytes(int64_t, int64_t, int32_t, int32_t, int32_t, int32_t, int32_t, int64_t) const {
+  Missing("MlaAttention");
+}
+size_t CudaOps::MoeScratchBytes(int64_t, int32_t, int32_t, int64_t, int64_t) const { Missing("MoeExperts"); }
+size_t CudaOps::SampleScratchBytes(int64_t, int64_t) const { Missing("Sample"); }
+void CudaOps::Embed(const EmbedParams&, Stream) { Missing("Embed"); }
+void CudaOps::Linear(const LinearParams&, Stream) { Missing("Linear"); }
+void CudaOps::GatherRows(const GatherRowsParams&, Stream) { Missing("GatherRows"); }
+void CudaOps::Kda(const KdaParams&, Stream) { Missing("Kda"); }
+void CudaOps::MlaAppend(const MlaAppendParams&, Stream) { Missing("MlaAppend"); }
+void CudaOps::MlaAttention(const MlaAttentionParams&, Stream) { Missing("MlaAttention"); }
+void CudaOps::GatedActivation(const GatedActivationParams&, Stream) { Missing("GatedActivation"); }
+void CudaOps::RouterTopK(const RouterTopKParams&, Stream) { Missing("RouterTopK"); }
+void CudaOps::MoeExperts(const MoeExpertsParams&, Stream) { Missing("MoeExperts"); }
+void CudaOps::Sample(const SampleParams&, Stream) { Missing("Sample"); }
+
+}  // namespace k3::cuda
+
+namespace k3 {
+
+std::unique_ptr<Ops> MakeCudaOps(const CudaOptions& options) { return std::make_unique<cuda::CudaOps>(options); }
+
+int CudaDeviceCount() noexcept {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  int usable = 0;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
+    usable += major == cuda::kCapabilityMajor && minor == cuda::kCapabilityMinor;
+  }
+  return usable;
+}
+
+}  // namespace k3

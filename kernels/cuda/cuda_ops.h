@@ -1,0 +1,78 @@
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "kernels/cuda/device.h"
+#include "kernels/cuda/memory.h"
+#include "kernels/ops.h"
+
+namespace k3::cuda {
+
+// Ops on one sm_90 device: owns the compute stream, the cuBLASLt handle with its fixed workspace, and the small vectors
+// and tables that it made. A null Stream means the compute stream.
+class CudaOps final : public Ops {
+ public:
+  explicit CudaOps(const CudaOptions& options);
+  ~CudaOps() override;
+  CudaOps(const CudaOps&) = delete;
+  CudaOps& operator=(const CudaOps&) = delete;
+
+  std::string device_name() const override { return name_; }
+  bool is_cpu() const override { return false; }
+  DType activation_dtype() const override { return device_.act; }
+  Stream stream() const override { return stream_; }
+
+  void* Allocate(size_t bytes) override;
+  void Free(void* data) noexcept override;
+  void* AllocateHost(size_t bytes) override;
+  void FreeHost(void* data) noexcept override;
+  void CopyToDevice(void* device, const void* host, size_t bytes, Stream stream) override;
+  void CopyToHost(void* host, const void* device, size_t bytes, Stream stream) override;
+  void CopyOnDevice(void* to, const void* from, size_t bytes, Stream stream) override;
+  void Fill(void* device, uint8_t byte, size_t bytes, Stream stream) override;
+  void Synchronize(Stream stream) override;
+  size_t TotalMemory() const override;
+  size_t FreeMemory() const override;
+
+  std::unique_ptr<LinearWeight> MakeLinear(std::span<const HostTensor> parts) override;
+  std::unique_ptr<ExpertWeights> MakeExperts(int32_t first, std::span<const HostExpert> experts) override;
+  std::unique_ptr<LatentProjection> MakeLatentProjection(const HostTensor& kv_b, int32_t heads, int32_t nope_dim,
+                                                         int32_t value_dim) override;
+  MatrixView MakeTable(const HostTensor& table) override;
+  const float* MakeVector(std::span<const float> values) override;
+
+  size_t KdaScratchBytes(int64_t tokens, int64_t sequences, int32_t heads, int32_t head_dim,
+                         int32_t conv_width) const override;
+  size_t MlaScratchBytes(int64_t tokens, int64_t sequences, int32_t heads, int32_t latent_dim, int32_t rope_dim,
+                         int32_t nope_dim, int32_t value_dim, int64_t max_context) const override;
+  size_t MoeScratchBytes(int64_t tokens, int32_t top_k, int32_t experts, int64_t in, int64_t inner) const override;
+  size_t SampleScratchBytes(int64_t rows, int64_t vocab) const override;
+
+  void Embed(const EmbedParams& params, Stream stream) override;
+  void Linear(const LinearParams& params, Stream stream) override;
+  void GatherRows(const GatherRowsParams& params, Stream stream) override;
+  void RmsNorm(const RmsNormParams& params, Stream stream) override;
+  void AddRmsNorm(const AddRmsNormParams& params, Stream stream) override;
+  void AttnResMix(const AttnResMixParams& params, Stream stream) override;
+  void Kda(const KdaParams& params, Stream stream) override;
+  void MlaAppend(const MlaAppendParams& params, Stream stream) override;
+  void MlaAttention(const MlaAttentionParams& params, Stream stream) override;
+  void GatedActivation(const GatedActivationParams& params, Stream stream) override;
+  void RouterTopK(const RouterTopKParams& params, Stream stream) override;
+  void MoeExperts(const MoeExpertsParams& params, Stream stream) override;
+  void Sample(const SampleParams& params, Stream stream) override;
+
+ private:
+  cudaStream_t Queue(Stream stream) const { return stream != nullptr ? static_cast<cudaStream_t>(stream) : stream_; }
+
+  Device device_;
+  std::string name_;
+  cudaStream_t stream_ = nullptr;
+  DeviceMemory blas_workspace_;
+  std::unique_ptr<Uploader> uploader_;
+  std::mutex mutex_;
+  std::vector<DeviceMemory> owned_;  // tables and vectors; guarded by mutex_
+};
+
+}  // namespace k3::cuda

@@ -1,0 +1,31 @@
+#include "kernels/cuda/device.h"
+
+namespace k3::cuda {
+namespace {
+
+std::string At(const std::source_location& place) {
+  return std::string(" at ") + place.file_name() + ":" + std::to_string(place.line());
+}
+
+}  // namespace
+
+void ThrowCuda(cudaError_t error, const char* call, const std::source_location& place) {
+  throw DeviceError(std::string(call) + At(place) + ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
+}
+
+void ThrowBlas(cublasStatus_t status, const char* call, const std::source_location& place) {
+  throw DeviceError(std::string(call) + At(place) + ": " + cublasLtGetStatusName(status) + ": " +
+                    cublasLtGetStatusString(status));
+}
+
+void Refuse(const std::string& what, const std::source_location& place) {
+  throw DeviceError(std::string(place.function_name()) + At(place) + ": " + what);
+}
+
+std::string Describe(const MatrixView& view) {
+  if (view.data == nullptr) return "absent";
+  return std::string(Name(view.dtype)) + " [" + std::to_string(view.rows) + ", " + std::to_string(view.cols) +
+         "], ld " + std::to_string(view.ld);
+}
+
+}  // namespace k3::cuda

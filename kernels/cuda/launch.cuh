@@ -1,0 +1,77 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <source_location>
+#include <string>
+#include <utility>
+
+#include "kernels/core/tensor.h"
+#include "kernels/cuda/device.h"
+
+// Grid arithmetic and the one way in which kernels are launched: with the error checked and named.
+namespace k3::cuda {
+
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+
+struct LaunchShape {
+  dim3 grid;
+  dim3 block;
+  size_t shared = 0;     // dynamic shared memory, bytes
+  unsigned cluster = 1;  // blocks along x that form a cluster
+};
+
+// Launches `kernel` and checks the launch. Asynchronous errors surface at the next synchronization.
+template <typename... Params, typename... Args>
+void Launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream, const char* name,
+            Args&&... args) {
+  if (shape.shared > 48 * 1024) {
+    Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared)),
+          name);
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = shape.shared;
+  config.stream = stream;
+  cudaLaunchAttribute attribute[1];
+  if (shape.cluster > 1) {
+    attribute[0].id = cudaLaunchAttributeClusterDimension;
+    attribute[0].val.clusterDim = {shape.cluster, 1, 1};
+    config.attrs = attribute;
+    config.numAttrs = 1;
+  }
+  Check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), name);
+}
+
+// A matrix as the kernels take it: T is the element type that the host check has established.
+template <typename T>
+struct Matrix {
+  T* data;
+  int64_t ld;  // elements
+
+  __host__ __device__ T* Row(int64_t row) const { return data + row * ld; }
+};
+
+template <typename T>
+Matrix<T> AsMatrix(const MatrixView& view) {
+  return {static_cast<T*>(view.data), view.ld};
+}
+
+inline bool Aligned(const void* data, size_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
+
+// Whether every row of `view` starts at a 16-byte boundary, so that kernels may use 16-byte accesses.
+inline bool RowsAligned16(const MatrixView& view) {
+  return Aligned(view.data, 16) && view.ld * static_cast<int64_t>(SizeOf(view.dtype)) % 16 == 0;
+}
+
+}  // namespace k3::cuda
+
+// Checks presence, dtype and shape of a MatrixView argument and names all three when they do not fit.
+#define K3_REQUIRE_MATRIX(view, want_dtype, want_rows, want_cols)                                          \
+  K3_REQUIRE((view).data != nullptr && (view).dtype == (want_dtype) && (view).rows == (want_rows) &&       \
+                 (view).cols == (want_cols) && (view).ld >= (view).cols,                                   \
+             std::string(#view " must be ") + Name(want_dtype) + " [" + std::to_string(want_rows) + ", " + \
+                 std::to_string(want_cols) + "], is " + ::k3::cuda::Describe(view))

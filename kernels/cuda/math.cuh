@@ -1,0 +1,103 @@
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+// Device arithmetic shared by the kernels: conversions, 16-byte vectors, warp and block reductions.
+namespace k3::cuda {
+
+using bf16 = __nv_bfloat16;
+
+__device__ __forceinline__ float ToFloat(float value) { return value; }
+__device__ __forceinline__ float ToFloat(bf16 value) { return __bfloat162float(value); }
+
+template <typename T>
+__device__ __forceinline__ T FromFloat(float value);
+template <>
+__device__ __forceinline__ float FromFloat<float>(float value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ bf16 FromFloat<bf16>(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+// `value` rounded to T and back.
+template <typename T>
+__device__ __forceinline__ float Rounded(float value) {
+  return ToFloat(FromFloat<T>(value));
+}
+
+// N elements moved by one access.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T v[N];
+};
+
+template <typename T>
+constexpr int kPack = 16 / sizeof(T);  // elements of a 16-byte access
+
+template <int N, typename T>
+__device__ __forceinline__ void LoadFloats(const T* from, float (&out)[N]) {
+  const Pack<T, N> pack = *reinterpret_cast<const Pack<T, N>*>(from);
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] = ToFloat(pack.v[i]);
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void StoreFloats(T* to, const float (&values)[N]) {
+  Pack<T, N> pack;
+#pragma unroll
+  for (int i = 0; i < N; ++i) pack.v[i] = FromFloat<T>(values[i]);
+  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ float WarpSum(float value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  return value;
+}
+
+__device__ __forceinline__ float WarpMax(float value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, offset));
+  return value;
+}
+
+// Sums P values (a power of two up to 32) over the warp with P - 1 + log2(32 / P) shuffles: afterwards lane l holds the
+// sum of v[l % P] in v[0].
+template <int P>
+__device__ __forceinline__ void WarpSumEach(float (&v)[P], int lane) {
+  static_assert((P & (P - 1)) == 0 && P <= 32);
+#pragma unroll
+  for (int half = P / 2; half > 0; half /= 2) {
+    const bool upper = (lane & half) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float give = upper ? v[i] : v[i + half];
+      const float keep = upper ? v[i + half] : v[i];
+      v[i] = keep + __shfl_xor_sync(kAllLanes, give, half);
+    }
+  }
+#pragma unroll
+  for (int offset = P; offset < 32; offset *= 2) v[0] += __shfl_xor_sync(kAllLanes, v[0], offset);
+}
+
+// Sum over the block, in every thread; `shared` holds one float a warp. Ends without a barrier after the last read, so
+// the caller must synchronize before `shared` is used again.
+__device__ __forceinline__ float BlockSum(float value, float* shared) {
+  const int lane = threadIdx.x % 32;
+  const int warps = (blockDim.x + 31) / 32;
+  value = WarpSum(value);
+  if (lane == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  return WarpSum(lane < warps ? shared[lane] : 0.0f);
+}
+
+__device__ __forceinline__ float Sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+__device__ __forceinline__ float Silu(float x) { return x / (1.0f + __expf(-x)); }
+
+}  // namespace k3::cuda

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/device.h"
+#include "kernels/op_params.h"
+#include "kernels/ops.h"
+
+// The ops as free functions, one source file each: host-side checks, choice of variant, launch on `queue`. None
+// synchronizes or allocates, so all may run under graph capture.
+namespace k3::cuda {
+
+void RmsNorm(const Device& device, const RmsNormParams& params, cudaStream_t queue);
+void AddRmsNorm(const Device& device, const AddRmsNormParams& params, cudaStream_t queue);
+void AttnResMix(const Device& device, const AttnResMixParams& params, cudaStream_t queue);
+
+}  // namespace k3::cuda
