@@ -12,8 +12,8 @@ namespace k3 {
 // What a request may ask for; fixed after start-up.
 struct EngineLimits {
   int32_t vocab_size = 0;
-  int32_t max_model_len = 0;        // prompt plus generated tokens of one sequence
-  int64_t latent_pages = 0;         // totals over one rank
+  int32_t max_model_len = 0;  // prompt plus generated tokens of one sequence
+  int64_t latent_pages = 0;   // totals over one rank
   int32_t page_size = 0;
   int32_t state_slots = 0;
   int32_t snapshot_slots = 0;
@@ -25,8 +25,8 @@ struct EngineLimits {
 struct EngineLoad {
   int32_t running = 0;
   int32_t waiting = 0;
-  int64_t pages_used = 0;       // held by live sequences
-  int64_t pages_cached = 0;     // held by the prefix cache alone, evictable
+  int64_t pages_used = 0;    // held by live sequences
+  int64_t pages_cached = 0;  // held by the prefix cache alone, evictable
   int64_t pages_total = 0;
   int64_t pages_peak = 0;
   int32_t state_slots_used = 0;
@@ -45,7 +45,7 @@ struct EngineLoad {
   uint64_t prefix_hit_tokens = 0;       // resumed from
   uint64_t verified_hits = 0;           // --verify-hits: recomputed and compared
   uint64_t hit_disagreements = 0;
-  bool healthy = true;                  // false after a device fault
+  bool healthy = true;  // false after a device fault
 };
 
 // The engine as the front ends see it; implemented by Engine, and by mocks in load tests of the front ends. All calls

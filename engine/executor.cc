@@ -75,19 +75,15 @@ absl::StatusOr<std::unique_ptr<Executor>> Executor::Create(const Model& model, O
   try {
     return std::unique_ptr<Executor>(new Executor(model, ops, bounds, geometry));
   } catch (const DeviceError& error) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("no memory for workspace (", Workspace::Bytes(model.config(), bounds, ops), " bytes), ",
-                     geometry.pages, " latent pages (", CacheStorage::PageBytes(model.config(), geometry),
-                     " bytes each) and ", geometry.slots, " state slots (",
-                     CacheStorage::SlotBytes(model.config(), geometry), " bytes each): ", error.what()));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "no memory for workspace (", Workspace::Bytes(model.config(), bounds, ops), " bytes), ", geometry.pages,
+        " latent pages (", CacheStorage::PageBytes(model.config(), geometry), " bytes each) and ", geometry.slots,
+        " state slots (", CacheStorage::SlotBytes(model.config(), geometry), " bytes each): ", error.what()));
   }
 }
 
 Executor::Executor(const Model& model, Ops& ops, const StepBounds& bounds, const CacheGeometry& geometry)
-    : model_(model),
-      ops_(ops),
-      workspace_(model.config(), bounds, ops),
-      cache_(model.config(), geometry, ops) {
+    : model_(model), ops_(ops), workspace_(model.config(), bounds, ops), cache_(model.config(), geometry, ops) {
   const int64_t pages_per_sequence = (bounds.context + geometry.page_size - 1) / geometry.page_size;
   Reserve(input_, static_cast<size_t>(bounds.tokens * 12 + bounds.sequences * (pages_per_sequence * 4 + 256)) + 65536);
   Reserve(output_, static_cast<size_t>(bounds.logits_rows) * 16 + 4096);

@@ -9,9 +9,9 @@
 
 namespace k3 {
 
-// Runs one rank's share of each step on its device: one upload, zeroing and copies of slots and pages, forward pass with
-// snapshots in passing, sampling, one download, one synchronization. Owns the rank's workspace and cache memory. Called
-// from the engine thread; knows nothing of requests.
+// Runs one rank's share of each step on its device: one upload, zeroing and copies of slots and pages, forward pass
+// with snapshots in passing, sampling, one download, one synchronization. Owns the rank's workspace and cache memory.
+// Called from the engine thread; knows nothing of requests.
 class Executor : public StepRunner {
  public:
   // RESOURCE_EXHAUSTED with the sizes when workspace or pools do not fit. `model` and `ops` must outlive it.

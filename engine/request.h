@@ -22,8 +22,8 @@ using Clock = std::chrono::steady_clock;
 class TokenConstraint {
  public:
   virtual ~TokenConstraint() = default;
-  // Writes one bit per vocabulary id (bit i of word i/32; set = allowed). Returns false when every id is allowed and the
-  // mask was left alone.
+  // Writes one bit per vocabulary id (bit i of word i/32; set = allowed). Returns false when every id is allowed and
+  // the mask was left alone.
   virtual bool FillMask(std::span<uint32_t> mask) = 0;
   // Told each token after it was chosen. Returns false when the token is impossible here (a bug or a forced token).
   virtual bool Accept(int32_t token) = 0;
@@ -32,14 +32,14 @@ class TokenConstraint {
 };
 
 struct SamplingParams {
-  float temperature = 1.0f;  // 0 = greedy, ties to the lowest id
-  float top_p = 1.0f;        // (0, 1]
-  int32_t top_k = 0;         // 0 = off
-  float min_p = 0.0f;        // [0, 1)
+  float temperature = 1.0f;         // 0 = greedy, ties to the lowest id
+  float top_p = 1.0f;               // (0, 1]
+  int32_t top_k = 0;                // 0 = off
+  float min_p = 0.0f;               // [0, 1)
   float presence_penalty = 0.0f;    // generated tokens only
   float frequency_penalty = 0.0f;   // generated tokens only
   float repetition_penalty = 1.0f;  // prompt and generated tokens
-  uint64_t seed = 0;                // always resolved by the front end; the stream depends on (seed, choice, position) only
+  uint64_t seed = 0;  // always resolved by the front end; the stream depends on (seed, choice, position) only
   std::vector<std::pair<int32_t, float>> logit_bias;
   std::vector<int32_t> banned_ids;
   std::vector<int32_t> allowed_ids;  // empty = all
@@ -54,19 +54,20 @@ struct SamplingParams {
   int32_t repetition_count = 0;
 
   int32_t top_logprobs = -1;  // -1: no log-probabilities; 0: of the chosen token; n <= 20: n best besides
-  bool prompt_logprobs = false;  // also for every prompt token after the first; such a prompt is recomputed, not resumed
+  bool prompt_logprobs =
+      false;  // also for every prompt token after the first; such a prompt is recomputed, not resumed
 };
 
 // Immutable after Submit; owns its tokens and shares its sink.
 class TokenSink;
 struct Request {
-  std::string external_id;            // for logs: x-request-id
-  std::vector<int32_t> prompt_tokens; // at least one
+  std::string external_id;             // for logs: x-request-id
+  std::vector<int32_t> prompt_tokens;  // at least one
   SamplingParams sampling;
-  int32_t num_choices = 1;            // n: share the prompt's pages and state
-  int32_t priority = 0;               // higher runs sooner
-  std::string session_id;             // fairness across sessions; empty = its own session
-  std::string cache_salt;             // prefix-cache entries are shared only under equal salts
+  int32_t num_choices = 1;  // n: share the prompt's pages and state
+  int32_t priority = 0;     // higher runs sooner
+  std::string session_id;   // fairness across sessions; empty = its own session
+  std::string cache_salt;   // prefix-cache entries are shared only under equal salts
   bool bypass_prefix_cache = false;
   std::optional<Clock::time_point> deadline;
   std::vector<std::unique_ptr<TokenConstraint>> constraints;  // empty, or one per choice
@@ -74,11 +75,11 @@ struct Request {
 };
 
 enum class FinishReason : uint8_t {
-  kStop,        // a stop token, or the front end's stop string (see Engine::StopChoice)
-  kLength,      // max_new_tokens, or the context limit
+  kStop,    // a stop token, or the front end's stop string (see Engine::StopChoice)
+  kLength,  // max_new_tokens, or the context limit
   kRepetition,
   kCancelled,
-  kError,       // e.g. non-finite logits
+  kError,  // e.g. non-finite logits
 };
 
 struct TopLogprob {

@@ -32,20 +32,20 @@ struct RankPlan {
   std::vector<StateCopy> state_copies;  // restores from snapshots, forks of choices
   std::vector<PageCopy> page_copies;    // forks of choices: the partly filled last page
 
-  std::vector<int32_t> tokens;             // [T]
-  std::vector<int32_t> token_begin;        // [S + 1]; empty when S = 0
-  std::vector<int32_t> context;            // [S]
-  std::vector<int32_t> state_slot;         // [S]
-  std::vector<int32_t> page_table;         // [S, page_table_stride]
+  std::vector<int32_t> tokens;       // [T]
+  std::vector<int32_t> token_begin;  // [S + 1]; empty when S = 0
+  std::vector<int32_t> context;      // [S]
+  std::vector<int32_t> state_slot;   // [S]
+  std::vector<int32_t> page_table;   // [S, page_table_stride]
   int32_t page_table_stride = 0;
   std::vector<int32_t> sequence_of_token;  // [T]
   std::vector<int32_t> position;           // [T]
   std::vector<SnapshotPoint> snapshots;    // ascending rows
 
-  std::vector<int32_t> logits_row;         // [R] packed rows whose logits are needed
-  std::vector<SampleRow> sample_rows;      // [R]
+  std::vector<int32_t> logits_row;     // [R] packed rows whose logits are needed
+  std::vector<SampleRow> sample_rows;  // [R]
   std::vector<LogitEdit> logit_edits;
-  std::vector<uint32_t> allowed_mask;      // [mask rows, ceil(V/32)]
+  std::vector<uint32_t> allowed_mask;  // [mask rows, ceil(V/32)]
   int32_t max_top_logprobs = 0;
 
   int32_t num_tokens() const { return static_cast<int32_t>(tokens.size()); }
@@ -55,11 +55,11 @@ struct RankPlan {
 };
 
 struct RankResult {
-  std::vector<int32_t> token;         // [R], -1 where none
-  std::vector<SampleStatus> status;   // [R]
-  std::vector<float> logprob;         // [R]
-  std::vector<int32_t> top_ids;       // [R, max_top_logprobs]
-  std::vector<float> top_logprobs;    // [R, max_top_logprobs]
+  std::vector<int32_t> token;        // [R], -1 where none
+  std::vector<SampleStatus> status;  // [R]
+  std::vector<float> logprob;        // [R]
+  std::vector<int32_t> top_ids;      // [R, max_top_logprobs]
+  std::vector<float> top_logprobs;   // [R, max_top_logprobs]
 };
 
 struct StepPlan {

@@ -41,7 +41,8 @@ CacheStorage::CacheStorage(const ModelConfig& config, const CacheGeometry& geome
       conv_bytes_(ConvBytes(config, geometry)) {
   pages_ = static_cast<char*>(ops_.Allocate(static_cast<size_t>(std::max<int64_t>(page_bytes_ * geometry.pages, 256))));
   try {
-    slots_ = static_cast<char*>(ops_.Allocate(static_cast<size_t>(std::max<int64_t>(slot_bytes_ * geometry.slots, 256))));
+    slots_ =
+        static_cast<char*>(ops_.Allocate(static_cast<size_t>(std::max<int64_t>(slot_bytes_ * geometry.slots, 256))));
   } catch (...) {
     ops_.Free(pages_);
     throw;

@@ -10,11 +10,11 @@ namespace k3 {
 
 struct CacheGeometry {
   int32_t pages = 0;
-  int32_t page_size = 64;            // tokens
+  int32_t page_size = 64;  // tokens
   DType page_dtype = DType::kF32;
-  int32_t slots = 0;                 // live and snapshot slots together
-  DType state_dtype = DType::kF32;   // recurrent part
-  DType conv_dtype = DType::kF32;    // raw convolution inputs: the activation dtype
+  int32_t slots = 0;                // live and snapshot slots together
+  DType state_dtype = DType::kF32;  // recurrent part
+  DType conv_dtype = DType::kF32;   // raw convolution inputs: the activation dtype
 };
 
 // The device memory that page and slot ids index: latent pages of all MLA layers and recurrent plus convolution states

@@ -4,9 +4,9 @@
 
 namespace k3 {
 
-// The residual stream of one step (spec 3.2): with attention residuals a bank of closed blocks and the live running sum,
-// which is kept in the bank's next place so that closing a block copies nothing; otherwise one plain stream.
-// Lives on the stack of Model::Forward; the memory is the workspace's bank.
+// The residual stream of one step (spec 3.2): with attention residuals a bank of closed blocks and the live running
+// sum, which is kept in the bank's next place so that closing a block copies nothing; otherwise one plain stream. Lives
+// on the stack of Model::Forward; the memory is the workspace's bank.
 class BlockResidual {
  public:
   BlockResidual(const LayerContext& context, int64_t tokens);

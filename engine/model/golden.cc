@@ -28,10 +28,9 @@ class Reader {
     }
     const StoredTensor& tensor = *it->second;
     if (header_.Shape(tensor).size() != rank || SafetensorsHeader::Type(tensor) != dtype) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(file_.path(), ": tensor ", header_.Name(tensor), ": expected ", k3::Name(dtype), " with ", rank,
-                       " dimensions, found ", SafetensorsHeader::TypeName(tensor), " with ",
-                       header_.Shape(tensor).size()));
+      return absl::InvalidArgumentError(absl::StrCat(
+          file_.path(), ": tensor ", std::string(header_.Name(tensor)), ": expected ", k3::Name(dtype), " with ", rank,
+          " dimensions, found ", SafetensorsHeader::TypeName(tensor), " with ", header_.Shape(tensor).size()));
     }
     return &tensor;
   }
@@ -49,8 +48,9 @@ class Reader {
       int64_t value = 0;
       std::memcpy(&value, file_.data() + tensor.begin + i * sizeof(int64_t), sizeof(value));
       if (value < 0 || value >= limit) {
-        return absl::InvalidArgumentError(absl::StrCat(file_.path(), ": tensor ", header_.Name(tensor), "[", i,
-                                                       "]: expected a value in [0, ", limit, "), found ", value));
+        return absl::InvalidArgumentError(absl::StrCat(file_.path(), ": tensor ", std::string(header_.Name(tensor)),
+                                                       "[", i, "]: expected a value in [0, ", limit, "), found ",
+                                                       value));
       }
       values[i] = static_cast<int32_t>(value);
     }
@@ -75,7 +75,8 @@ absl::StatusOr<std::vector<GoldenPrompt>> LoadGolden(const std::string& path) {
     const std::string_view name = header->Name(tensor);
     const size_t dot = name.rfind('.');
     if (dot == std::string_view::npos) {
-      return absl::InvalidArgumentError(absl::StrCat(path, ": tensor ", name, ": expected a name PROMPT.PART"));
+      return absl::InvalidArgumentError(
+          absl::StrCat(path, ": tensor ", std::string(name), ": expected a name PROMPT.PART"));
     }
     by_prompt[std::string(name.substr(0, dot))].parts[std::string(name.substr(dot + 1))] = &tensor;
   }

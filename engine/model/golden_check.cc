@@ -27,9 +27,7 @@ class ExpertProbe : public RoutingProbe {
   // Positions of the prompt that the next forward call covers.
   void SetChunk(int64_t begin, int64_t end) { begin_ = begin, end_ = end; }
 
-  const int32_t* ForcedIds(int32_t moe_layer) override {
-    return force_ ? device_ids_ + Offset(moe_layer) : nullptr;
-  }
+  const int32_t* ForcedIds(int32_t moe_layer) override { return force_ ? device_ids_ + Offset(moe_layer) : nullptr; }
 
   void OnRouted(int32_t moe_layer, const int32_t* ids, int64_t tokens) override {
     std::vector<int32_t> host(static_cast<size_t>(tokens) * prompt_.top_k);
@@ -70,16 +68,15 @@ absl::Status CheckFits(const ModelConfig& config, const GoldenPrompt& prompt) {
     return absl::InvalidArgumentError(absl::StrCat("golden prompt ", prompt.name, ": logits over ", prompt.vocab_size,
                                                    " ids, the model has ", config.vocab_size));
   }
-  if (!prompt.experts.empty() &&
-      (prompt.moe_layers != moe_layers || prompt.top_k != config.num_experts_per_token)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "golden prompt ", prompt.name, ": experts of ", prompt.moe_layers, " layers, top-", prompt.top_k,
-        "; the model has ", moe_layers, " MoE layers, top-", config.num_experts_per_token));
+  if (!prompt.experts.empty() && (prompt.moe_layers != moe_layers || prompt.top_k != config.num_experts_per_token)) {
+    return absl::InvalidArgumentError(absl::StrCat("golden prompt ", prompt.name, ": experts of ", prompt.moe_layers,
+                                                   " layers, top-", prompt.top_k, "; the model has ", moe_layers,
+                                                   " MoE layers, top-", config.num_experts_per_token));
   }
   for (int32_t id : prompt.experts) {
     if (id >= config.num_experts) {
-      return absl::InvalidArgumentError(absl::StrCat("golden prompt ", prompt.name, ": expert ", id,
-                                                     ", the model has ", config.num_experts));
+      return absl::InvalidArgumentError(
+          absl::StrCat("golden prompt ", prompt.name, ": expert ", id, ", the model has ", config.num_experts));
     }
   }
   return absl::OkStatus();

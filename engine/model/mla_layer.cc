@@ -40,21 +40,20 @@ void RunMlaLayer(const LayerContext& context, const MlaWeights& weights, int32_t
                  .pages = pages},
                 context.stream);
   const MatrixView attended = ws.attention_out.Rows(0, tokens).Columns(0, heads * config.v_head_dim);
-  ops.MlaAttention(
-      {.batch = &context.batch,
-       .heads = config.num_attention_heads,
-       .nope_dim = config.qk_nope_head_dim,
-       .rope_dim = config.qk_rope_head_dim,
-       .latent_dim = config.kv_lora_rank,
-       .value_dim = config.v_head_dim,
-       .q = q,
-       .projection = weights.kv_b.get(),
-       .gate = gate,
-       .scale = 1.0f / std::sqrt(static_cast<float>(config.qk_nope_head_dim + config.qk_rope_head_dim)),
-       .pages = pages,
-       .out = attended,
-       .scratch = ws.scratch},
-      context.stream);
+  ops.MlaAttention({.batch = &context.batch,
+                    .heads = config.num_attention_heads,
+                    .nope_dim = config.qk_nope_head_dim,
+                    .rope_dim = config.qk_rope_head_dim,
+                    .latent_dim = config.kv_lora_rank,
+                    .value_dim = config.v_head_dim,
+                    .q = q,
+                    .projection = weights.kv_b.get(),
+                    .gate = gate,
+                    .scale = 1.0f / std::sqrt(static_cast<float>(config.qk_nope_head_dim + config.qk_rope_head_dim)),
+                    .pages = pages,
+                    .out = attended,
+                    .scratch = ws.scratch},
+                   context.stream);
   ops.Linear({.x = attended, .weight = weights.o_proj.get(), .y = out}, context.stream);
 }
 

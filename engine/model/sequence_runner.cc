@@ -85,8 +85,7 @@ std::vector<float> SequenceRunner::Append(std::span<const int32_t> tokens, std::
   const size_t pass = static_cast<size_t>(workspace_.bounds().logits_rows);
   for (size_t begin = 0; begin < rows.size(); begin += pass) {
     const size_t n = std::min(pass, rows.size() - begin);
-    const MatrixView out =
-        model_.Logits(hidden, inputs_ + tokens.size() + begin, static_cast<int64_t>(n), workspace_);
+    const MatrixView out = model_.Logits(hidden, inputs_ + tokens.size() + begin, static_cast<int64_t>(n), workspace_);
     ops_.CopyToHost(logits.data() + begin * vocab, out.data, n * static_cast<size_t>(vocab) * sizeof(float),
                     ops_.stream());
     ops_.Synchronize(ops_.stream());

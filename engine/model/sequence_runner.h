@@ -10,8 +10,8 @@
 
 namespace k3 {
 
-// Runs one sequence through a model without scheduler or sampling: for `verify`, the start-up self-check and tests. Owns
-// one state slot, the pages, and a workspace for `max_chunk` tokens a call. Throws DeviceError like the ops.
+// Runs one sequence through a model without scheduler or sampling: for `verify`, the start-up self-check and tests.
+// Owns one state slot, the pages, and a workspace for `max_chunk` tokens a call. Throws DeviceError like the ops.
 class SequenceRunner {
  public:
   SequenceRunner(const Model& model, Ops& ops, int64_t max_context, int64_t max_chunk, int32_t page_size = 64);

@@ -74,8 +74,8 @@ size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, const O
     q_latent = carver.Matrix(t, c.q_lora_rank, act);
     q = carver.Matrix(t, MlaQueryWidth(c), act);
   }
-  attention_out = carver.Matrix(
-      t, std::max(c.kda_channels(), static_cast<int64_t>(c.num_attention_heads) * c.v_head_dim), act);
+  attention_out =
+      carver.Matrix(t, std::max(c.kda_channels(), static_cast<int64_t>(c.num_attention_heads) * c.v_head_dim), act);
   mlp_act = carver.Matrix(t, MlpWidth(c), act);
   if (c.num_experts > 0) {
     expert_in = carver.Matrix(t, c.routed_expert_hidden_size, act);
@@ -89,13 +89,13 @@ size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, const O
 
   size_t scratch_bytes = ops.SampleScratchBytes(bounds.logits_rows, c.vocab_size);
   if (c.num_kda_layers() > 0) {
-    scratch_bytes = std::max(
-        scratch_bytes, ops.KdaScratchBytes(t, bounds.sequences, c.kda_heads, c.kda_head_dim, c.conv_width));
+    scratch_bytes =
+        std::max(scratch_bytes, ops.KdaScratchBytes(t, bounds.sequences, c.kda_heads, c.kda_head_dim, c.conv_width));
   }
   if (c.num_mla_layers() > 0) {
-    scratch_bytes = std::max(scratch_bytes, ops.MlaScratchBytes(t, bounds.sequences, c.num_attention_heads,
-                                                                c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim,
-                                                                c.v_head_dim, bounds.context));
+    scratch_bytes = std::max(scratch_bytes,
+                             ops.MlaScratchBytes(t, bounds.sequences, c.num_attention_heads, c.kv_lora_rank,
+                                                 c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim, bounds.context));
   }
   if (c.num_experts > 0) {
     scratch_bytes = std::max(scratch_bytes, ops.MoeScratchBytes(t, c.num_experts_per_token, c.num_experts,

@@ -33,25 +33,25 @@ class Workspace {
 
   const StepBounds& bounds() const { return bounds_; }
 
-  void* bank = nullptr;        // [blocks][T, D] act, block-major; plain residuals use block 0 as the stream
-  int64_t block_stride = 0;    // elements
-  MatrixView hidden;           // [T, D] normed input of a sublayer
-  MatrixView sublayer_out;     // [T, D]
-  MatrixView projected;        // [T, widest merged input product]
-  MatrixView decay;            // [T, H*d] KDA decay logits
-  MatrixView low_rank_gate;    // [T, H*d] KDA output gate of the low-rank form
-  MatrixView q_latent;         // [T, q_lora_rank] normed
-  MatrixView q;                // [T, H*(nope+rope)]
-  MatrixView attention_out;    // [T, widest head output]
-  MatrixView mlp_act;          // [T, widest gated activation]
-  MatrixView expert_in;        // [T, latent] latent MoE only
-  MatrixView expert_out;       // [T, expert width]
-  MatrixView router_logits;    // [T, E] F32
+  void* bank = nullptr;             // [blocks][T, D] act, block-major; plain residuals use block 0 as the stream
+  int64_t block_stride = 0;         // elements
+  MatrixView hidden;                // [T, D] normed input of a sublayer
+  MatrixView sublayer_out;          // [T, D]
+  MatrixView projected;             // [T, widest merged input product]
+  MatrixView decay;                 // [T, H*d] KDA decay logits
+  MatrixView low_rank_gate;         // [T, H*d] KDA output gate of the low-rank form
+  MatrixView q_latent;              // [T, q_lora_rank] normed
+  MatrixView q;                     // [T, H*(nope+rope)]
+  MatrixView attention_out;         // [T, widest head output]
+  MatrixView mlp_act;               // [T, widest gated activation]
+  MatrixView expert_in;             // [T, latent] latent MoE only
+  MatrixView expert_out;            // [T, expert width]
+  MatrixView router_logits;         // [T, E] F32
   int32_t* expert_ids = nullptr;    // [T, top_k]
   float* expert_weights = nullptr;  // [T, top_k]
-  MatrixView head_in;          // [R, D]
-  MatrixView logits;           // [R, V] F32
-  void* scratch = nullptr;     // shared by Kda, MlaAttention, MoeExperts and Sample
+  MatrixView head_in;               // [R, D]
+  MatrixView logits;                // [R, V] F32
+  void* scratch = nullptr;          // shared by Kda, MlaAttention, MoeExperts and Sample
 
  private:
   size_t Layout(const ModelConfig& config, const StepBounds& bounds, const Ops& ops, char* base);

@@ -236,8 +236,8 @@ ReferenceModel::Matrix ReferenceModel::Moe(const Matrix& x, const std::string& p
     y = Linear(y, width, p + "routed_expert_up_proj.weight", hidden);
   }
   if (config_.num_shared_experts > 0) {
-    const Matrix shared = Mlp(x, p + "shared_experts.", "gate_proj", "up_proj", "down_proj", hidden,
-                              config_.shared_intermediate_size());
+    const Matrix shared =
+        Mlp(x, p + "shared_experts.", "gate_proj", "up_proj", "down_proj", hidden, config_.shared_intermediate_size());
     for (size_t i = 0; i < y.size(); ++i) y[i] += shared[i];
   }
   return y;
