@@ -1,0 +1,189 @@
+#include "server/commands/verify.h"
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <ostream>
+
+#include "engine/model/golden_check.h"
+#include "engine/model/weights_loader.h"
+#include "server/exit_codes.h"
+#include "server/flags.h"
+
+namespace k3 {
+namespace {
+
+constexpr double kCpuTolerance = 1e-4;
+constexpr double kCudaTolerance = 2e-2;
+constexpr double kCudaFp32Tolerance = 1e-3;
+constexpr double kFreeRoutingShare = 0.9;  // of equal experts, where rounding may flip a choice
+
+struct VerifyOptions {
+  std::string model_dir;
+  std::string golden;
+  std::string device = "auto";
+  std::string compute_dtype = "auto";
+  int64_t chunk = 4096;
+  std::string routing = "auto";
+  std::optional<double> tolerance;
+  std::optional<int64_t> threads;
+  bool batch_invariant = false;
+  double latent_norm_eps = 1e-6;
+  std::string kl_router_weights = "unbiased";
+  bool help = false;
+};
+
+void DeclareFlags(FlagSet& flags, VerifyOptions& options) {
+  flags.Group("Verify");
+  flags.String("golden", &options.golden, "FILE", "safetensors file with the reference results");
+  flags.Choice("device", &options.device, {"auto", "cpu", "cuda"}, "where to run the model");
+  flags.Choice("compute-dtype", &options.compute_dtype, {"auto", "bf16", "fp32"}, "activations on CUDA (auto: bf16)");
+  flags.Int("chunk", &options.chunk, {1, 1 << 20}, "prompt tokens per forward call");
+  flags.Choice("routing", &options.routing, {"auto", "free", "golden"},
+               "expert choices of prompt positions: the model's own or the golden's (auto: free on the CPU and with "
+               "--compute-dtype fp32, golden otherwise)");
+  flags.Number("tolerance", &options.tolerance, {0, 1e6},
+               "largest relative norm error of a prompt (auto: 1e-4 on the CPU, 2e-2 on CUDA, 1e-3 there in fp32)");
+  flags.Int("threads", &options.threads, {1, 1024}, "CPU threads");
+  flags.Bool("batch-invariant", &options.batch_invariant, "CUDA: fixed tiles and splits");
+  flags.Number("latent-norm-eps", &options.latent_norm_eps, {0, 1}, "eps of the MLA latent norms");
+  flags.Choice("kl-router-weights", &options.kl_router_weights, {"unbiased", "biased"},
+               "router weights of Kimi-Linear");
+  flags.Bool("help", &options.help, "this text");
+}
+
+absl::Status ParseArgs(const std::vector<std::string>& args, FlagSet& flags, VerifyOptions& options) {
+  std::vector<std::string> positional;
+  if (absl::Status status = flags.ParseArgs(args, &positional); !status.ok()) return status;
+  if (absl::Status status = flags.Resolve(); !status.ok()) return status;
+  if (options.help) return absl::OkStatus();
+  if (positional.size() != 1) {
+    return absl::InvalidArgumentError("verify takes one model folder: k3serve verify MODEL_DIR --golden FILE");
+  }
+  if (options.golden.empty()) return absl::InvalidArgumentError("--golden FILE is missing");
+  options.model_dir = positional[0];
+  return absl::OkStatus();
+}
+
+int ExitCodeOf(const absl::Status& status) {
+  return status.code() == absl::StatusCode::kInternal ? kExitDeviceFault : kExitBadCheckpoint;
+}
+
+nlohmann::ordered_json ToJson(const GoldenPrompt& prompt, const GoldenResult& result) {
+  return {{"prompt", prompt.name},
+          {"rel_error", result.rel_error},
+          {"worst_row", result.worst_row},
+          {"worst_row_error", result.worst_row_error},
+          {"greedy_compared", result.greedy_compared},
+          {"greedy_equal", result.greedy_equal},
+          {"experts_equal_share", result.experts_equal_share}};
+}
+
+// What a prompt must reach, by device and routing.
+struct Bar {
+  double tolerance;
+  bool exact;           // experts and greedy tokens must be equal
+  double expert_share;  // at least, otherwise
+  bool check_error;     // with free routing in bf16 a flipped expert moves its row by per cents: only the share counts
+};
+
+int Verify(const VerifyOptions& options, Ops& ops, std::ostream& out, std::ostream& err) {
+  absl::StatusOr<ModelConfig> config = LoadModelConfig(options.model_dir);
+  if (!config.ok()) {
+    err << config.status().message() << "\n";
+    return kExitBadCheckpoint;
+  }
+  config->latent_norm_eps = static_cast<float>(options.latent_norm_eps);
+  config->biased_router_weights = options.kl_router_weights == "biased";
+  const absl::StatusOr<std::vector<GoldenPrompt>> prompts = LoadGolden(options.golden);
+  if (!prompts.ok()) {
+    err << prompts.status().message() << "\n";
+    return kExitBadCheckpoint;
+  }
+  LoadOptions load;
+  load.print_progress = false;
+  const absl::StatusOr<std::unique_ptr<LoadedModel>> loaded = LoadWeights(options.model_dir, *config, ops, load);
+  if (!loaded.ok()) {
+    err << loaded.status().message() << "\n";
+    return ExitCodeOf(loaded.status());
+  }
+
+  const bool fp32 = ops.activation_dtype() == DType::kF32;
+  const bool golden_routing = options.routing == "golden" || (options.routing == "auto" && !fp32);
+  Bar bar{};
+  bar.tolerance = options.tolerance.value_or(ops.is_cpu() ? kCpuTolerance : fp32 ? kCudaFp32Tolerance : kCudaTolerance);
+  bar.exact = ops.is_cpu();
+  bar.expert_share = golden_routing ? 1.0 : kFreeRoutingShare;
+  bar.check_error = fp32 || golden_routing;
+
+  const Model model((*loaded)->config, (*loaded)->weights, ops);
+  bool passed = true;
+  double max_error = 0;
+  for (const GoldenPrompt& prompt : *prompts) {
+    const absl::StatusOr<GoldenResult> result =
+        CheckGolden(model, ops, prompt, {.chunk = options.chunk, .golden_routing = golden_routing});
+    if (!result.ok()) {
+      err << result.status().message() << "\n";
+      return ExitCodeOf(result.status());
+    }
+    bool good = std::isfinite(result->rel_error);
+    if (bar.check_error) good = good && result->rel_error <= bar.tolerance;
+    if (bar.exact) {
+      good = good && result->greedy_equal == result->greedy_compared && result->experts_equal_share == 1.0;
+    } else {
+      good = good && result->experts_equal_share >= bar.expert_share;
+    }
+    passed = passed && good;
+    max_error = std::isfinite(result->rel_error) ? std::max(max_error, result->rel_error) : result->rel_error;
+    out << ToJson(prompt, *result).dump() << std::endl;
+  }
+  out << nlohmann::ordered_json{{"passed", passed}, {"prompts", prompts->size()}, {"max_rel_error", max_error}}.dump()
+      << std::endl;
+  return passed ? kExitOk : kExitNotPassed;
+}
+
+}  // namespace
+
+int RunVerify(const std::vector<std::string>& args, std::ostream& out, std::ostream& err) {
+  VerifyOptions options;
+  FlagSet flags;
+  DeclareFlags(flags, options);
+  if (absl::Status status = ParseArgs(args, flags, options); !status.ok()) {
+    err << status.message() << "\n";
+    return kExitUsage;
+  }
+  if (options.help) {
+    out << "Usage: k3serve verify MODEL_DIR --golden FILE [flags]\n\n"
+           "Runs the prompts of a golden file through the model and compares logits, experts and greedy tokens.\n\n"
+        << flags.Help();
+    return kExitOk;
+  }
+
+  std::unique_ptr<Ops> ops;
+  try {
+    if (options.device == "cuda" || (options.device == "auto" && CudaDeviceCount() > 0)) {
+      CudaOptions cuda;
+      cuda.compute_dtype = options.compute_dtype == "fp32" ? DType::kF32 : DType::kBF16;
+      cuda.batch_invariant = options.batch_invariant;
+      ops = MakeCudaOps(cuda);
+    } else {
+      if (options.compute_dtype == "bf16") {
+        err << "--compute-dtype bf16: the CPU computes in fp32 throughout\n";
+        return kExitUsage;
+      }
+      ops = MakeCpuOps({.threads = static_cast<int>(options.threads.value_or(0))});
+    }
+  } catch (const DeviceError& error) {
+    err << error.what() << "\n";
+    return kExitNoDevice;
+  }
+  try {
+    return Verify(options, *ops, out, err);
+  } catch (const DeviceError& error) {
+    err << error.what() << "\n";
+    return kExitDeviceFault;
+  }
+}
+
+}  // namespace k3
