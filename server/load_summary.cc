@@ -1,0 +1,72 @@
+#include "server/load_summary.h"
+
+#include <chrono>
+#include <cstdint>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+
+namespace k3 {
+namespace {
+
+double PerSecond(uint64_t before, uint64_t now, double seconds) {
+  return seconds > 0 && now > before ? static_cast<double>(now - before) / seconds : 0;
+}
+
+double Percent(uint64_t part, uint64_t whole) {
+  return whole > 0 ? 100.0 * static_cast<double>(part) / static_cast<double>(whole) : 0;
+}
+
+}  // namespace
+
+std::string FormatLoadSummary(const EngineLoad& before, const EngineLoad& now, double seconds) {
+  const uint64_t queried = now.prefix_query_tokens - before.prefix_query_tokens;
+  const uint64_t resumed = now.prefix_hit_tokens - before.prefix_hit_tokens;
+  return absl::StrFormat(
+      "load: running %d, waiting %d, prefill %.1f tokens/s, decode %.1f tokens/s, pages %d/%d (%.1f %%, cached %d), "
+      "state slots %d/%d (%.1f %%), snapshots %d/%d, cache hits %.1f %% of %d prompt tokens, preemptions %d",
+      now.running, now.waiting, PerSecond(before.prompt_tokens, now.prompt_tokens, seconds),
+      PerSecond(before.generated_tokens, now.generated_tokens, seconds), now.pages_used, now.pages_total,
+      Percent(static_cast<uint64_t>(now.pages_used), static_cast<uint64_t>(now.pages_total)), now.pages_cached,
+      now.state_slots_used, now.state_slots_total,
+      Percent(static_cast<uint64_t>(now.state_slots_used), static_cast<uint64_t>(now.state_slots_total)),
+      now.snapshots_used, now.snapshots_total, Percent(resumed, queried), queried,
+      now.preemptions - before.preemptions);
+}
+
+LoadSummaryLogger::LoadSummaryLogger(std::function<EngineLoad()> load, double interval_seconds,
+                                     std::function<void(const std::string&)> write)
+    : load_(std::move(load)), interval_seconds_(interval_seconds), write_(std::move(write)) {
+  thread_ = std::thread([this] { Run(); });
+}
+
+LoadSummaryLogger::~LoadSummaryLogger() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  thread_.join();
+}
+
+void LoadSummaryLogger::Run() {
+  EngineLoad before = load_();
+  Clock::time_point then = Clock::now();
+  bool was_busy = false;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!wake_.wait_for(lock, std::chrono::duration<double>(interval_seconds_), [this] { return stop_; })) {
+    lock.unlock();
+    const EngineLoad now = load_();
+    const Clock::time_point time = Clock::now();
+    const bool busy = now.running > 0 || now.waiting > 0 || now.steps != before.steps;
+    if (busy || was_busy) {
+      write_(FormatLoadSummary(before, now, std::chrono::duration<double>(time - then).count()));
+    }
+    was_busy = busy;
+    before = now;
+    then = time;
+    lock.lock();
+  }
+}
+
+}  // namespace k3

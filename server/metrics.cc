@@ -1,0 +1,417 @@
+#include "server/metrics.h"
+
+#include <prometheus/text_serializer.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string_view>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+
+namespace k3 {
+namespace {
+
+using prometheus::BuildCounter;
+using prometheus::BuildGauge;
+using prometheus::BuildHistogram;
+using prometheus::Counter;
+using prometheus::Family;
+using prometheus::Gauge;
+using prometheus::Histogram;
+using prometheus::Labels;
+using prometheus::Registry;
+
+using Buckets = Histogram::BucketBoundaries;
+
+// Seconds, from half a millisecond (a decode step of a small model) to an hour: the prefill of a million tokens.
+const Buckets& LatencyBuckets() {
+  static const Buckets buckets{0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5,  0.75, 1,   2.5,
+                               5,      7.5,   10,     20,    40,   60,    120,  300,   600, 1200, 1800, 2700, 3600};
+  return buckets;
+}
+
+// Gaps between tokens: finer below 100 ms, where the service levels are; long ones are stalls.
+const Buckets& GapBuckets() {
+  static const Buckets buckets{0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025,
+                               0.03,   0.04,  0.05,  0.075, 0.1,   0.15,  0.2,  0.3,   0.5,  0.75,
+                               1,      2.5,   5,     10,    30,    60,    300,  900,   3600};
+  return buckets;
+}
+
+// Tokens, to the model's 1,048,576.
+const Buckets& TokenBuckets() {
+  static const Buckets buckets{1,    2,    5,     10,    20,    50,     100,    200,    500,    1000,
+                               2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000, 1048576};
+  return buckets;
+}
+
+const Buckets& BatchBuckets() {
+  static const Buckets buckets{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536};
+  return buckets;
+}
+
+Family<Gauge>& GaugeFamily(Registry& registry, const std::string& name, const std::string& help) {
+  return BuildGauge().Name(absl::StrCat("k3serve_", name)).Help(help).Register(registry);
+}
+
+Gauge& MakeGauge(Registry& registry, const std::string& name, const std::string& help) {
+  return GaugeFamily(registry, name, help).Add({});
+}
+
+Family<Counter>& CounterFamily(Registry& registry, const std::string& name, const std::string& help) {
+  return BuildCounter().Name(absl::StrCat("k3serve_", name)).Help(help).Register(registry);
+}
+
+Counter& MakeCounter(Registry& registry, const std::string& name, const std::string& help) {
+  return CounterFamily(registry, name, help).Add({});
+}
+
+Histogram& MakeHistogram(Registry& registry, const std::string& name, const std::string& help, const Buckets& buckets) {
+  return BuildHistogram().Name(absl::StrCat("k3serve_", name)).Help(help).Register(registry).Add({}, buckets);
+}
+
+// Prometheus' usual names of process figures carry no program prefix.
+Gauge& ProcessGauge(Registry& registry, const std::string& name, const std::string& help) {
+  return BuildGauge().Name(name).Help(help).Register(registry).Add({});
+}
+
+constexpr char kBindingHelp[] =
+    "1 for the pool that limits the number of sequences now (the fuller one), 0 for the other; both 0 when empty";
+
+Gauge& BindingGauge(Registry& registry, const std::string& pool) {
+  return GaugeFamily(registry, "pool_binding", kBindingHelp).Add({{"pool", pool}});
+}
+
+std::string RejectReason(absl::StatusCode code) { return absl::AsciiStrToLower(absl::StatusCodeToString(code)); }
+
+double Seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+// The engine's totals never fall; a counter that did would read as a restart.
+void Advance(Counter& counter, uint64_t before, uint64_t now) {
+  if (now > before) counter.Increment(static_cast<double>(now - before));
+}
+
+double Ratio(double part, double whole) { return whole > 0 ? part / whole : 0; }
+
+struct Alias {
+  std::string_view own;
+  std::string_view vllm;
+};
+
+// Same type and meaning on both sides; what differs is computed in AddVllmAliases.
+constexpr Alias kVllmAliases[] = {
+    {"k3serve_requests_running", "vllm:num_requests_running"},
+    {"k3serve_requests_waiting", "vllm:num_requests_waiting"},
+    {"k3serve_prefix_cache_query_tokens_total", "vllm:prefix_cache_queries_total"},
+    {"k3serve_prefix_cache_hit_tokens_total", "vllm:prefix_cache_hits_total"},
+    {"k3serve_prompt_tokens_total", "vllm:prompt_tokens_total"},
+    {"k3serve_generation_tokens_total", "vllm:generation_tokens_total"},
+    {"k3serve_requests_finished_total", "vllm:request_success_total"},
+    {"k3serve_preemptions_total", "vllm:num_preemptions_total"},
+    {"k3serve_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"},
+    {"k3serve_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"},
+    {"k3serve_inter_token_latency_seconds", "vllm:time_per_output_token_seconds"},  // its name in older releases
+    {"k3serve_e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"},
+    {"k3serve_queue_time_seconds", "vllm:request_queue_time_seconds"},
+    {"k3serve_prefill_time_seconds", "vllm:request_prefill_time_seconds"},
+    {"k3serve_decode_time_seconds", "vllm:request_decode_time_seconds"},
+    {"k3serve_request_prompt_tokens", "vllm:request_prompt_tokens"},
+    {"k3serve_request_generation_tokens", "vllm:request_generation_tokens"},
+};
+
+}  // namespace
+
+const char* OutcomeName(Outcome outcome) {
+  switch (outcome) {
+    case Outcome::kStop:
+      return "stop";
+    case Outcome::kLength:
+      return "length";
+    case Outcome::kToolCalls:
+      return "tool_calls";
+    case Outcome::kRepetition:
+      return "repetition";
+    case Outcome::kAbort:
+      return "abort";
+    case Outcome::kDeadline:
+      return "deadline";
+    case Outcome::kError:
+      return "error";
+  }
+  return "error";
+}
+
+Outcome OutcomeOf(const absl::Status& status, FinishReason last_reason) {
+  if (absl::IsCancelled(status)) return Outcome::kAbort;
+  if (absl::IsDeadlineExceeded(status)) return Outcome::kDeadline;
+  if (!status.ok()) return Outcome::kError;
+  switch (last_reason) {
+    case FinishReason::kStop:
+      return Outcome::kStop;
+    case FinishReason::kLength:
+      return Outcome::kLength;
+    case FinishReason::kRepetition:
+      return Outcome::kRepetition;
+    case FinishReason::kCancelled:
+      return Outcome::kAbort;
+    case FinishReason::kError:
+      return Outcome::kError;
+  }
+  return Outcome::kError;
+}
+
+RequestMetrics::RequestMetrics(Metrics* metrics, int32_t prompt_tokens, int32_t num_choices, Clock::time_point arrival)
+    : metrics_(metrics),
+      prompt_tokens_(prompt_tokens),
+      arrival_(arrival),
+      last_token_(static_cast<size_t>(std::max(1, num_choices)), arrival) {}
+
+RequestMetrics::~RequestMetrics() {
+  if (finished_) return;
+  RequestUsage usage;
+  usage.completion_tokens = tokens_;
+  OnFinished(Outcome::kError, usage);
+}
+
+void RequestMetrics::OnToken(int32_t choice, Clock::time_point now) {
+  if (finished_ || choice < 0 || static_cast<size_t>(choice) >= last_token_.size()) return;
+  Clock::time_point& last = last_token_[static_cast<size_t>(choice)];
+  if (tokens_ == 0) {
+    metrics_->time_to_first_token_.Observe(Seconds(now - arrival_));
+  } else if (last != arrival_) {
+    metrics_->inter_token_latency_.Observe(Seconds(now - last));
+  }
+  last = now;
+  ++tokens_;
+  metrics_->generation_tokens_.Increment();
+}
+
+void RequestMetrics::OnNoContent() { metrics_->replies_without_content_.Increment(); }
+
+void RequestMetrics::OnFinished(Outcome outcome, const RequestUsage& usage, Clock::time_point now) {
+  if (finished_) return;
+  finished_ = true;
+  const int32_t generated = std::max(tokens_, usage.completion_tokens);
+  metrics_->generation_tokens_.Increment(static_cast<double>(generated - tokens_));
+  metrics_->request_prompt_tokens_.Observe(prompt_tokens_);
+  metrics_->request_generation_tokens_.Observe(generated);
+  metrics_->e2e_request_latency_.Observe(Seconds(now - arrival_));
+  metrics_->queue_time_.Observe(usage.queue_seconds);
+  // Phases that the request never reached have no sample, not a zero one.
+  if (usage.prefill_seconds > 0) metrics_->prefill_time_.Observe(usage.prefill_seconds);
+  if (generated > 0) metrics_->decode_time_.Observe(usage.decode_seconds);
+  metrics_->requests_finished_[static_cast<size_t>(outcome)]->Increment();
+}
+
+Metrics::Metrics(Options options)
+    : options_(std::move(options)),
+      requests_running_(MakeGauge(registry_, "requests_running", "Requests that hold a state slot")),
+      requests_waiting_(MakeGauge(registry_, "requests_waiting", "Accepted requests without a state slot")),
+      latent_pages_used_(MakeGauge(registry_, "latent_pages_used", "Latent pages held by live sequences")),
+      latent_pages_cached_(MakeGauge(registry_, "latent_pages_cached",
+                                     "Latent pages held by the prefix cache alone; free for whoever needs them")),
+      latent_pages_total_(MakeGauge(registry_, "latent_pages_total", "Latent pages of the pool")),
+      latent_pages_peak_(MakeGauge(registry_, "latent_pages_peak", "Most latent pages ever held by live sequences")),
+      state_slots_used_(MakeGauge(registry_, "state_slots_used", "Recurrent-state slots held by live sequences")),
+      state_slots_total_(MakeGauge(registry_, "state_slots_total", "Recurrent-state slots of the pool")),
+      state_slots_peak_(MakeGauge(registry_, "state_slots_peak", "Most recurrent-state slots ever held")),
+      snapshots_used_(MakeGauge(registry_, "snapshots_used", "Snapshot slots held by the prefix cache")),
+      snapshots_total_(MakeGauge(registry_, "snapshots_total", "Snapshot slots of the pool")),
+      pages_binding_(BindingGauge(registry_, "latent_pages")),
+      slots_binding_(BindingGauge(registry_, "state_slots")),
+      seconds_since_step_(
+          MakeGauge(registry_, "seconds_since_step", "Seconds since the last finished step; 0 when there is no work")),
+      engine_healthy_(MakeGauge(registry_, "engine_healthy", "0 while loading and after a device fault")),
+      steps_(MakeCounter(registry_, "steps_total", "Finished engine steps")),
+      prefill_tokens_(
+          MakeCounter(registry_, "prefill_tokens_total", "Prompt tokens computed, cached ones not included")),
+      prefix_query_tokens_(
+          MakeCounter(registry_, "prefix_cache_query_tokens_total", "Prompt tokens looked up in the prefix cache")),
+      prefix_page_hit_tokens_(
+          MakeCounter(registry_, "prefix_cache_page_hit_tokens_total", "Prompt tokens whose latent pages were found")),
+      prefix_hit_tokens_(MakeCounter(registry_, "prefix_cache_hit_tokens_total",
+                                     "Prompt tokens resumed from pages and a state snapshot")),
+      preemptions_(MakeCounter(registry_, "preemptions_total", "Sequences released and computed again")),
+      nonfinite_rows_(MakeCounter(registry_, "nonfinite_rows_total", "Logit rows with a NaN or infinity")),
+      verified_hits_(
+          MakeCounter(registry_, "prefix_cache_verified_hits_total", "Prefix hits recomputed by --verify-hits")),
+      hit_disagreements_(
+          MakeCounter(registry_, "prefix_cache_hit_disagreements_total", "Verified prefix hits that did not agree")),
+      process_start_time_(
+          ProcessGauge(registry_, "process_start_time_seconds", "Start of the process, seconds since 1970")),
+      resident_bytes_(ProcessGauge(registry_, "process_resident_memory_bytes", "Resident memory")),
+      open_files_(ProcessGauge(registry_, "process_open_fds", "Open file descriptors")),
+      requests_accepted_(MakeCounter(registry_, "requests_accepted_total", "Requests that the engine took")),
+      rejected_(CounterFamily(registry_, "rejected_total", "Requests that the engine never got, by status code")),
+      prompt_tokens_(MakeCounter(registry_, "prompt_tokens_total", "Prompt tokens of accepted requests")),
+      generation_tokens_(MakeCounter(registry_, "generation_tokens_total", "Generated tokens, stop tokens included")),
+      replies_without_content_(MakeCounter(registry_, "replies_without_content_total",
+                                           "Replies cut by the token limit before any content: reasoning only")),
+      time_to_first_token_(MakeHistogram(registry_, "time_to_first_token_seconds",
+                                         "From arrival to the first generated token", LatencyBuckets())),
+      inter_token_latency_(
+          MakeHistogram(registry_, "inter_token_latency_seconds", "Between two tokens of one choice", GapBuckets())),
+      e2e_request_latency_(
+          MakeHistogram(registry_, "e2e_request_latency_seconds", "From arrival to the end", LatencyBuckets())),
+      queue_time_(MakeHistogram(registry_, "queue_time_seconds", "Waiting for a slot and pages", LatencyBuckets())),
+      prefill_time_(
+          MakeHistogram(registry_, "prefill_time_seconds", "From the first slot to the first token", LatencyBuckets())),
+      decode_time_(
+          MakeHistogram(registry_, "decode_time_seconds", "From the first token to the last", LatencyBuckets())),
+      request_prompt_tokens_(
+          MakeHistogram(registry_, "request_prompt_tokens", "Prompt tokens of a request", TokenBuckets())),
+      request_generation_tokens_(MakeHistogram(registry_, "request_generation_tokens",
+                                               "Generated tokens of a request, over its choices", TokenBuckets())),
+      step_duration_(MakeHistogram(registry_, "step_duration_seconds", "Wall time of an engine step", GapBuckets())),
+      step_batch_tokens_(
+          MakeHistogram(registry_, "step_batch_tokens", "Tokens in an engine step, over its ranks", BatchBuckets())),
+      expert_load_(GaugeFamily(registry_, "expert_load_max_over_mean",
+                               "Tokens of the busiest expert over the mean, by group of layers")),
+      routing_override_ratio_(
+          GaugeFamily(registry_, "routing_override_ratio", "Share of expert choices changed by the balance rule")) {
+  Family<Counter>& finished =
+      CounterFamily(registry_, "requests_finished_total", "Accepted requests by how they ended");
+  for (int i = 0; i < kNumOutcomes; ++i) {
+    requests_finished_[static_cast<size_t>(i)] = &finished.Add({{"reason", OutcomeName(static_cast<Outcome>(i))}});
+  }
+  // A series that is there from the start lets rate() see the first event.
+  for (const absl::StatusCode code :
+       {absl::StatusCode::kInvalidArgument, absl::StatusCode::kNotFound, absl::StatusCode::kFailedPrecondition,
+        absl::StatusCode::kResourceExhausted, absl::StatusCode::kUnavailable, absl::StatusCode::kUnimplemented}) {
+    rejected_.Add({{"reason", RejectReason(code)}});
+  }
+  GaugeFamily(registry_, "build_info", "Always 1")
+      .Add({{"version", options_.version}, {"commit", options_.commit}, {"model_name", options_.model_name}})
+      .Set(1);
+  process_start_time_.Set(std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count());
+}
+
+void Metrics::WatchEngine(std::function<EngineLoad()> load, const EngineLimits& limits) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  load_ = std::move(load);
+  limits_ = limits;
+  last_load_ = EngineLoad();
+}
+
+std::unique_ptr<RequestMetrics> Metrics::OnAccepted(int32_t prompt_tokens, int32_t num_choices,
+                                                    Clock::time_point arrival) {
+  requests_accepted_.Increment();
+  prompt_tokens_.Increment(prompt_tokens);
+  return std::unique_ptr<RequestMetrics>(new RequestMetrics(this, prompt_tokens, num_choices, arrival));
+}
+
+void Metrics::OnRejected(absl::StatusCode code) { rejected_.Add({{"reason", RejectReason(code)}}).Increment(); }
+
+void Metrics::OnStep(double seconds, int32_t batch_tokens) {
+  step_duration_.Observe(seconds);
+  step_batch_tokens_.Observe(batch_tokens);
+}
+
+void Metrics::OnExpertLoad(const std::string& layer_group, double max_over_mean) {
+  expert_load_.Add({{"layer_group", layer_group}}).Set(max_over_mean);
+}
+
+void Metrics::OnRoutingOverrides(double ratio) { routing_override_ratio_.Add({}).Set(ratio); }
+
+void Metrics::ReadEngine() {
+  if (!load_) {
+    engine_healthy_.Set(0);
+    return;
+  }
+  const EngineLoad load = load_();
+  requests_running_.Set(load.running);
+  requests_waiting_.Set(load.waiting);
+  latent_pages_used_.Set(static_cast<double>(load.pages_used));
+  latent_pages_cached_.Set(static_cast<double>(load.pages_cached));
+  latent_pages_total_.Set(static_cast<double>(load.pages_total));
+  latent_pages_peak_.Set(static_cast<double>(load.pages_peak));
+  state_slots_used_.Set(load.state_slots_used);
+  state_slots_total_.Set(load.state_slots_total);
+  state_slots_peak_.Set(load.state_slots_peak);
+  snapshots_used_.Set(load.snapshots_used);
+  snapshots_total_.Set(load.snapshots_total);
+  const double pages = Ratio(static_cast<double>(load.pages_used), static_cast<double>(load.pages_total));
+  const double slots = Ratio(load.state_slots_used, load.state_slots_total);
+  pages_binding_.Set(pages > slots ? 1 : 0);
+  slots_binding_.Set(slots > 0 && slots >= pages ? 1 : 0);
+  seconds_since_step_.Set(load.seconds_since_step);
+  engine_healthy_.Set(load.healthy ? 1 : 0);
+  Advance(steps_, last_load_.steps, load.steps);
+  Advance(prefill_tokens_, last_load_.prompt_tokens, load.prompt_tokens);
+  Advance(prefix_query_tokens_, last_load_.prefix_query_tokens, load.prefix_query_tokens);
+  Advance(prefix_page_hit_tokens_, last_load_.prefix_page_hit_tokens, load.prefix_page_hit_tokens);
+  Advance(prefix_hit_tokens_, last_load_.prefix_hit_tokens, load.prefix_hit_tokens);
+  Advance(preemptions_, last_load_.preemptions, load.preemptions);
+  Advance(nonfinite_rows_, last_load_.nonfinite_rows, load.nonfinite_rows);
+  Advance(verified_hits_, last_load_.verified_hits, load.verified_hits);
+  Advance(hit_disagreements_, last_load_.hit_disagreements, load.hit_disagreements);
+  last_load_ = load;
+}
+
+void Metrics::ReadProcess() {
+  int64_t size_pages = 0;
+  int64_t resident_pages = 0;
+  if (std::ifstream statm("/proc/self/statm"); statm >> size_pages >> resident_pages) {
+    resident_bytes_.Set(static_cast<double>(resident_pages) * static_cast<double>(sysconf(_SC_PAGESIZE)));
+  }
+  std::error_code error;
+  const std::filesystem::directory_iterator files("/proc/self/fd", error);
+  if (!error) open_files_.Set(static_cast<double>(std::distance(begin(files), end(files))));
+}
+
+void Metrics::AddVllmAliases(std::vector<prometheus::MetricFamily>& families) const {
+  const prometheus::ClientMetric::Label model{"model_name", options_.model_name};
+  const prometheus::ClientMetric::Label engine{"engine", "0"};
+  std::vector<prometheus::MetricFamily> aliases;
+  for (const Alias& alias : kVllmAliases) {
+    for (const prometheus::MetricFamily& family : families) {
+      if (family.name != alias.own) continue;
+      prometheus::MetricFamily& copy = aliases.emplace_back(family);
+      copy.name = std::string(alias.vllm);
+      for (prometheus::ClientMetric& metric : copy.metric) {
+        for (prometheus::ClientMetric::Label& label : metric.label) {
+          if (label.name == "reason") label.name = "finished_reason";
+        }
+        metric.label.push_back(model);
+        metric.label.push_back(engine);
+      }
+    }
+  }
+  const auto add_gauge = [&](const std::string& name, const std::string& help, double value,
+                             std::vector<prometheus::ClientMetric::Label> labels) {
+    prometheus::MetricFamily& family = aliases.emplace_back();
+    family.name = name;
+    family.help = help;
+    family.type = prometheus::MetricType::Gauge;
+    prometheus::ClientMetric& metric = family.metric.emplace_back();
+    metric.gauge.value = value;
+    metric.label = std::move(labels);
+    metric.label.push_back(model);
+    metric.label.push_back(engine);
+  };
+  // Pages only; the state slots have their own gauges. One maximum over both pools would mislead an autoscaler.
+  add_gauge("vllm:kv_cache_usage_perc", "Latent pages held by live sequences, 0 to 1",
+            Ratio(static_cast<double>(last_load_.pages_used), static_cast<double>(last_load_.pages_total)), {});
+  add_gauge("vllm:cache_config_info", "Always 1", 1,
+            {{"block_size", absl::StrCat(limits_.page_size)}, {"num_gpu_blocks", absl::StrCat(limits_.latent_pages)}});
+  families.insert(families.end(), std::make_move_iterator(aliases.begin()), std::make_move_iterator(aliases.end()));
+}
+
+std::string Metrics::Render() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ReadEngine();
+  ReadProcess();
+  std::vector<prometheus::MetricFamily> families = registry_.Collect();
+  if (options_.vllm_aliases) AddVllmAliases(families);
+  std::ostringstream out;
+  prometheus::TextSerializer().Serialize(out, families);
+  return out.str();
+}
+
+}  // namespace k3
