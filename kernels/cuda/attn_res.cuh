@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/math.cuh"
+#include "kernels/cuda/ptx.cuh"
 
 // Block attention residuals (spec 3.2): one block a row. Every source vector is read once and held in registers while
 // its score and its norm are reduced, then mixed and normalised.
@@ -36,7 +37,7 @@ template <typename T, int N, int kSources>
 __global__ void AttnResKernel(AttnResArgs<T> args) {
   constexpr int kSums = kSources <= 1 ? 2 : kSources <= 2 ? 4 : kSources <= 4 ? 8 : kSources <= 8 ? 16 : 32;
   static_assert(2 * kSources <= kSums);
-  extern __shared__ float shared[];
+  float* shared = DynamicShared<float>();
   float* partial = shared;               // [warps][kSums]
   float* weights = shared + 32 * kSums;  // [kSources]
   float* norm_partial = weights + 32;    // one a warp
@@ -141,7 +142,7 @@ constexpr int kAttnResMaxSources = 256;
 // Any width, alignment and number of sources: the sources are read twice.
 template <typename T>
 __global__ void AttnResAnyKernel(AttnResArgs<T> args) {
-  extern __shared__ float shared[];
+  float* shared = DynamicShared<float>();
   float* partial = shared;     // one a warp
   float* score = shared + 32;  // [sources]
   const int64_t row = blockIdx.x;

@@ -9,7 +9,6 @@ namespace {
 
 constexpr int kCapabilityMajor = 9;
 constexpr int kCapabilityMinor = 0;
-constexpr size_t kBlasWorkspaceBytes = size_t{64} << 20;
 
 std::string VersionText(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
@@ -23,7 +22,10 @@ int VisibleDevices() {
   cudaGetLastError();
   int driver = 0;
   cudaDriverGetVersion(&driver);
-  if (error == cudaErrorInsufficientDriver || (driver != 0 && driver < CUDART_VERSION && error != cudaErrorNoDevice)) {
+  if (driver == 0) {
+    throw DeviceError("no NVIDIA driver: needed is one for CUDA " + VersionText(CUDART_VERSION) + ", found none");
+  }
+  if (error == cudaErrorInsufficientDriver || (driver < CUDART_VERSION && error != cudaErrorNoDevice)) {
     throw DeviceError("the NVIDIA driver is too old: needed is one for CUDA " + VersionText(CUDART_VERSION) +
                       ", found " + (driver == 0 ? std::string("none") : "one for CUDA " + VersionText(driver)));
   }
@@ -61,17 +63,14 @@ CudaOps::CudaOps(const CudaOptions& options) {
   device_.act = options.compute_dtype;
   device_.batch_invariant = options.batch_invariant;
   K3_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-  Check(cublasLtCreate(&device_.blas), "cublasLtCreate");
-  blas_workspace_ = DeviceMemory(options.device, kBlasWorkspaceBytes);
-  device_.blas_workspace = blas_workspace_.data();
-  device_.blas_workspace_bytes = kBlasWorkspaceBytes;
+  blas_ = std::make_unique<Blas>(options.device);
+  device_.blas = blas_.get();
   uploader_ = std::make_unique<Uploader>(options.device);
 }
 
 CudaOps::~CudaOps() {
   cudaSetDevice(device_.ordinal);
   cudaStreamSynchronize(stream_);
-  cublasLtDestroy(device_.blas);
   cudaStreamDestroy(stream_);
 }
 
@@ -160,6 +159,21 @@ const float* CudaOps::MakeVector(std::span<const float> values) {
   return data;
 }
 
+std::unique_ptr<LinearWeight> CudaOps::MakeLinear(std::span<const HostTensor> parts) {
+  return cuda::MakeLinear(device_, *uploader_, parts);
+}
+
+void CudaOps::Embed(const EmbedParams& params, Stream stream) { cuda::Embed(device_, params, Queue(stream)); }
+void CudaOps::Linear(const LinearParams& params, Stream stream) { cuda::Linear(device_, params, Queue(stream)); }
+void CudaOps::GatherRows(const GatherRowsParams& params, Stream stream) {
+  cuda::GatherRows(device_, params, Queue(stream));
+}
+void CudaOps::GatedActivation(const GatedActivationParams& params, Stream stream) {
+  cuda::GatedActivation(device_, params, Queue(stream));
+}
+void CudaOps::RouterTopK(const RouterTopKParams& params, Stream stream) {
+  cuda::RouterTopK(device_, params, Queue(stream));
+}
 void CudaOps::RmsNorm(const RmsNormParams& params, Stream stream) { cuda::RmsNorm(device_, params, Queue(stream)); }
 void CudaOps::AddRmsNorm(const AddRmsNormParams& params, Stream stream) {
   cuda::AddRmsNorm(device_, params, Queue(stream));
@@ -172,7 +186,6 @@ void CudaOps::AttnResMix(const AttnResMixParams& params, Stream stream) {
 namespace {
 [[noreturn]] void Missing(const char* op) { throw DeviceError(std::string(op) + " does not exist on CUDA yet"); }
 }  // namespace
-std::unique_ptr<LinearWeight> CudaOps::MakeLinear(std::span<const HostTensor>) { Missing("MakeLinear"); }
 std::unique_ptr<ExpertWeights> CudaOps::MakeExperts(int32_t, std::span<const HostExpert>) { Missing("MakeExperts"); }
 std::unique_ptr<LatentProjection> CudaOps::MakeLatentProjection(const HostTensor&, int32_t, int32_t, int32_t) {
   Missing("MakeLatentProjection");
@@ -183,14 +196,9 @@ size_t CudaOps::MlaScratchBytes(int64_t, int64_t, int32_t, int32_t, int32_t, int
 }
 size_t CudaOps::MoeScratchBytes(int64_t, int32_t, int32_t, int64_t, int64_t) const { Missing("MoeExperts"); }
 size_t CudaOps::SampleScratchBytes(int64_t, int64_t) const { Missing("Sample"); }
-void CudaOps::Embed(const EmbedParams&, Stream) { Missing("Embed"); }
-void CudaOps::Linear(const LinearParams&, Stream) { Missing("Linear"); }
-void CudaOps::GatherRows(const GatherRowsParams&, Stream) { Missing("GatherRows"); }
 void CudaOps::Kda(const KdaParams&, Stream) { Missing("Kda"); }
 void CudaOps::MlaAppend(const MlaAppendParams&, Stream) { Missing("MlaAppend"); }
 void CudaOps::MlaAttention(const MlaAttentionParams&, Stream) { Missing("MlaAttention"); }
-void CudaOps::GatedActivation(const GatedActivationParams&, Stream) { Missing("GatedActivation"); }
-void CudaOps::RouterTopK(const RouterTopKParams&, Stream) { Missing("RouterTopK"); }
 void CudaOps::MoeExperts(const MoeExpertsParams&, Stream) { Missing("MoeExperts"); }
 void CudaOps::Sample(const SampleParams&, Stream) { Missing("Sample"); }
 

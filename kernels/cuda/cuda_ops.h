@@ -3,6 +3,7 @@
 #include <mutex>
 #include <vector>
 
+#include "kernels/cuda/blas.h"
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/memory.h"
 #include "kernels/ops.h"
@@ -69,7 +70,7 @@ class CudaOps final : public Ops {
   Device device_;
   std::string name_;
   cudaStream_t stream_ = nullptr;
-  DeviceMemory blas_workspace_;
+  std::unique_ptr<Blas> blas_;
   std::unique_ptr<Uploader> uploader_;
   std::mutex mutex_;
   std::vector<DeviceMemory> owned_;  // tables and vectors; guarded by mutex_

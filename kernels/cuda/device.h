@@ -13,6 +13,8 @@
 
 namespace k3::cuda {
 
+class Blas;
+
 // What the launchers need to know about the rank's device. Owned by CudaOps, constant after construction.
 struct Device {
   int ordinal = 0;
@@ -20,9 +22,7 @@ struct Device {
   size_t shared_per_block = 0;  // largest dynamic shared memory of one block, after opting in
   DType act = DType::kBF16;     // Ops::activation_dtype()
   bool batch_invariant = false;
-  cublasLtHandle_t blas = nullptr;
-  void* blas_workspace = nullptr;  // used by the compute stream only
-  size_t blas_workspace_bytes = 0;
+  Blas* blas = nullptr;  // for the compute thread only
 };
 
 // Throws DeviceError with the call, the place and the library's text.
@@ -54,3 +54,10 @@ inline void Check(cublasStatus_t status, const char* call,
     if (!(condition)) [[unlikely]]                                 \
       ::k3::cuda::Refuse((what), std::source_location::current()); \
   } while (0)
+
+// Checks presence, dtype and shape of a MatrixView argument and names all three when they do not fit.
+#define K3_REQUIRE_MATRIX(view, want_dtype, want_rows, want_cols)                                          \
+  K3_REQUIRE((view).data != nullptr && (view).dtype == (want_dtype) && (view).rows == (want_rows) &&       \
+                 (view).cols == (want_cols) && (view).ld >= (view).cols,                                   \
+             std::string(#view " must be ") + Name(want_dtype) + " [" + std::to_string(want_rows) + ", " + \
+                 std::to_string(want_cols) + "], is " + ::k3::cuda::Describe(view))

@@ -68,10 +68,3 @@ inline bool RowsAligned16(const MatrixView& view) {
 }
 
 }  // namespace k3::cuda
-
-// Checks presence, dtype and shape of a MatrixView argument and names all three when they do not fit.
-#define K3_REQUIRE_MATRIX(view, want_dtype, want_rows, want_cols)                                          \
-  K3_REQUIRE((view).data != nullptr && (view).dtype == (want_dtype) && (view).rows == (want_rows) &&       \
-                 (view).cols == (want_cols) && (view).ld >= (view).cols,                                   \
-             std::string(#view " must be ") + Name(want_dtype) + " [" + std::to_string(want_rows) + ", " + \
-                 std::to_string(want_cols) + "], is " + ::k3::cuda::Describe(view))

@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/math.cuh"
+#include "kernels/cuda/ptx.cuh"
 
 namespace k3::cuda {
 
@@ -11,7 +12,7 @@ namespace k3::cuda {
 template <typename T, int N, bool kAdd, bool kHeld>
 __global__ void AddRmsNormKernel(Matrix<T> stream, Matrix<const T> delta, const float* __restrict__ weight, float eps,
                                  int cols, Matrix<T> out) {
-  extern __shared__ float partial[];  // one a warp
+  float* partial = DynamicShared<float>();  // one a warp
   T* row = stream.Row(blockIdx.x);
   const T* add = kAdd ? delta.Row(blockIdx.x) : nullptr;
   const int packs = cols / N;

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/cuda/device.h"
+#include "kernels/cuda/memory.h"
 #include "kernels/op_params.h"
 #include "kernels/ops.h"
 
@@ -10,6 +11,13 @@
 // synchronizes or allocates, so all may run under graph capture.
 namespace k3::cuda {
 
+void Embed(const Device& device, const EmbedParams& params, cudaStream_t queue);
+std::unique_ptr<LinearWeight> MakeLinear(const Device& device, Uploader& uploader, std::span<const HostTensor> parts);
+void Linear(const Device& device, const LinearParams& params, cudaStream_t queue);
+void GatherRows(const Device& device, const GatherRowsParams& params, cudaStream_t queue);
+void GatedActivation(const Device& device, const GatedActivationParams& params, cudaStream_t queue);
+void CheckActivation(const ActivationSpec& spec);
+void RouterTopK(const Device& device, const RouterTopKParams& params, cudaStream_t queue);
 void RmsNorm(const Device& device, const RmsNormParams& params, cudaStream_t queue);
 void AddRmsNorm(const Device& device, const AddRmsNormParams& params, cudaStream_t queue);
 void AttnResMix(const Device& device, const AttnResMixParams& params, cudaStream_t queue);

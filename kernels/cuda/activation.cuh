@@ -1,0 +1,30 @@
+#pragma once
+
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/math.cuh"
+#include "kernels/op_params.h"
+
+namespace k3::cuda {
+
+// f(gate, up) of spec 3.5, fp32.
+__device__ __forceinline__ float Activate(const ActivationSpec& spec, float gate, float up) {
+  if (spec.kind == Activation::kSwiglu) return Silu(gate) * up;
+  const float capped = spec.linear_beta > 0 ? spec.linear_beta * tanhf(up / spec.linear_beta) : up;
+  return spec.beta * tanhf(gate / spec.beta) * Sigmoid(gate) * capped;
+}
+
+// out[t][c] = f(gate_up[t][c], gate_up[t][cols + c]); grid (rows, packs of columns).
+template <typename T, int N>
+__global__ void GatedActivationKernel(Matrix<const T> gate_up, ActivationSpec spec, int cols, Matrix<T> out) {
+  const int c = (blockIdx.y * blockDim.x + threadIdx.x) * N;
+  if (c >= cols) return;
+  const T* row = gate_up.Row(blockIdx.x);
+  float gate[N], up[N];
+  LoadFloats<N>(row + c, gate);
+  LoadFloats<N>(row + cols + c, up);
+#pragma unroll
+  for (int i = 0; i < N; ++i) gate[i] = Activate(spec, gate[i], up[i]);
+  StoreFloats<N>(out.Row(blockIdx.x) + c, gate);
+}
+
+}  // namespace k3::cuda

@@ -1,0 +1,54 @@
+#include <utility>
+
+#include "kernels/cuda/blas.h"
+#include "kernels/cuda/op_table.h"
+#include "kernels/cuda/weights.h"
+
+namespace k3::cuda {
+
+std::unique_ptr<LinearWeight> MakeLinear(const Device& device, Uploader& uploader, std::span<const HostTensor> parts) {
+  K3_REQUIRE(!parts.empty(), "no parts");
+  auto weight = std::make_unique<CudaLinear>();
+  for (const HostTensor& part : parts) {
+    K3_REQUIRE(part.shape.size() == 2, part.name + " must have 2 dimensions, has " + std::to_string(part.shape.size()));
+    K3_REQUIRE(part.shape[1] == parts[0].shape[1], part.name + " must have " + std::to_string(parts[0].shape[1]) +
+                                                       " columns as " + parts[0].name + ", has " +
+                                                       std::to_string(part.shape[1]));
+    weight->out += part.shape[0];
+  }
+  weight->in = parts[0].shape[1];
+  weight->bytes = static_cast<size_t>(weight->out * weight->in) * SizeOf(device.act);
+  weight->memory = DeviceMemory(device.ordinal, weight->bytes);
+  char* target = static_cast<char*>(weight->memory.data());
+  for (const HostTensor& part : parts) {
+    uploader.Upload(part, target, device.act);
+    target += static_cast<size_t>(part.elements()) * SizeOf(device.act);
+  }
+  return weight;
+}
+
+void Linear(const Device& device, const LinearParams& params, cudaStream_t queue) {
+  const auto* weight = dynamic_cast<const CudaLinear*>(params.weight);
+  K3_REQUIRE(weight != nullptr, "weight is null or of another backend");
+  const DType out = params.y.dtype;
+  K3_REQUIRE_MATRIX(params.x, device.act, params.y.rows, weight->in);
+  K3_REQUIRE(out == device.act || out == DType::kF32,
+             "y must be " + std::string(Name(device.act)) + " or F32, is " + Describe(params.y));
+  K3_REQUIRE_MATRIX(params.y, out, params.x.rows, weight->out);
+  if (params.x.rows == 0) return;
+  device.blas->Gemm({.m = params.x.rows,
+                     .n = weight->out,
+                     .k = weight->in,
+                     .a = params.x.data,
+                     .lda = params.x.ld,
+                     .b = weight->data(),
+                     .ldb = weight->in,
+                     .c = params.y.data,
+                     .ldc = params.y.ld,
+                     .in = device.act,
+                     .out = out,
+                     .accumulate = params.accumulate},
+                    queue);
+}
+
+}  // namespace k3::cuda

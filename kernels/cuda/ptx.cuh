@@ -1,0 +1,125 @@
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+// The machine instructions that C++ has no words for, by name.
+namespace k3::cuda {
+
+// The block's dynamic shared memory.
+template <typename T>
+__device__ __forceinline__ T* DynamicShared() {
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  return reinterpret_cast<T*>(dynamic_shared);
+}
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+// --- asynchronous copies of 16 bytes to shared memory ---
+
+// With `valid` false the 16 bytes become zero and `global` is not read (it must still be a mapped address).
+__device__ __forceinline__ void CopyAsync16(void* shared, const void* global, bool valid = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(SharedAddress(shared)), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void CopyAsyncCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most kPending of this thread's groups are in flight.
+template <int kPending>
+__device__ __forceinline__ void CopyAsyncWait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// --- matrix fragments ---
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned).
+__device__ __forceinline__ void LoadMatrix4(uint32_t (&fragment)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(SharedAddress(row))
+               : "memory");
+}
+__device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&fragment)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(SharedAddress(row))
+               : "memory");
+}
+
+// sum[16x8] += a[16x16] b[16x8]. With g = lane / 4 and t = lane % 4:
+//   a[0] holds (row g, cols 2t, 2t+1), a[1] row g+8, a[2] and a[3] the same rows at columns +8;
+//   b[0] holds (rows 2t, 2t+1, col g), b[1] rows +8; sum[0..1] (row g, cols 2t, 2t+1), sum[2..3] row g+8.
+__device__ __forceinline__ void MmaBf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// sum[16x8] += a[16x8] b[8x8] in tf32: a[0] (row g, col t), a[1] row g+8, a[2], a[3] at column +4; b0 (row t, col g),
+// b1 row t+4; sums as above. Operands are fp32 bits as ToTf32 gives them.
+__device__ __forceinline__ void MmaTf32(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t ToTf32(float value) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return bits;
+}
+
+// Two floats rounded to a pair of bf16, `low` in the lower half.
+__device__ __forceinline__ uint32_t PackBf16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ float LowBf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float HighBf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// 2^x to 2 ulp; results below 2^-126 become 0.
+__device__ __forceinline__ float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// --- loads that pass the caches by ---
+
+__device__ __forceinline__ uint4 LoadStreaming16(const void* global) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(global));
+  return v;
+}
+
+// --- clusters of blocks ---
+
+__device__ __forceinline__ uint32_t ClusterRank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// All threads of all blocks of the cluster; shared memory written before is visible after.
+__device__ __forceinline__ void ClusterSync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The address of block `rank`'s copy of a shared variable.
+template <typename T>
+__device__ __forceinline__ T* InBlock(T* shared, uint32_t rank) {
+  uint64_t address;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(reinterpret_cast<uint64_t>(shared)), "r"(rank));
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace k3::cuda

@@ -1,0 +1,37 @@
+#pragma once
+
+#include "kernels/cuda/memory.h"
+#include "kernels/ops.h"
+
+// The weight forms of the CUDA backend. "act" is Device::act.
+namespace k3::cuda {
+
+// [out, in] act, row-major and contiguous.
+struct CudaLinear final : LinearWeight {
+  DeviceMemory memory;
+  const void* data() const { return memory.data(); }
+};
+
+// kv_b [heads][nope + value][latent] act as in the checkpoint: used whole to expand latents into keys and values, and
+// per head (rows of Wuk, then of Wuv) in the absorbed form.
+struct CudaLatentProjection final : LatentProjection {
+  DeviceMemory memory;
+  const void* data() const { return memory.data(); }
+};
+
+// The element form of a rank's experts: all of them alike.
+enum class ExpertForm : uint8_t { kPlain, kMxfp4 };
+
+// Per expert the rows of w1 and w3 interleaved in groups of kInterleave (group j of w1, then group j of w3), so that a
+// tile of the first product holds both inputs of its activation; then w2 as it is. kPlain: act elements. kMxfp4: packed
+// nibbles as in the checkpoint, scales beside them.
+struct CudaExperts final : ExpertWeights {
+  static constexpr int kInterleave = 8;
+  ExpertForm form = ExpertForm::kPlain;
+  DeviceMemory w13;        // [count][2 * inner][in]
+  DeviceMemory w13_scale;  // kMxfp4: [count][2 * inner][in / 32]
+  DeviceMemory w2;         // [count][in][inner]
+  DeviceMemory w2_scale;   // kMxfp4: [count][in][inner / 32]
+};
+
+}  // namespace k3::cuda
