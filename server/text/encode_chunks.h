@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+
+namespace k3 {
+
+// The cuts that the released tokenizer makes before it splits and merges: every 400,000 characters, and within those
+// wherever a run of white space, or of anything else, goes beyond 25,000 characters. The cuts change the ids of long
+// inputs, so they are part of the format.
+//
+// Characters are code points (a byte outside valid UTF-8 counts as one); white space is what Python's str.isspace says,
+// which is not the split pattern's \s.
+class EncodeChunks {
+ public:
+  static constexpr size_t kMaxChars = 400'000;
+  static constexpr size_t kMaxRun = 25'000;
+
+  explicit EncodeChunks(std::string_view text) : text_(text) {}
+
+  // False at the end; an empty text has no chunk.
+  bool Next(std::string_view* chunk);
+
+ private:
+  std::string_view text_;
+  size_t position_ = 0;
+  size_t slice_chars_ = 0;  // since the last cut at kMaxChars
+  size_t run_chars_ = 0;
+  bool run_is_space_ = false;
+};
+
+bool IsPythonSpace(char32_t c);
+
+}  // namespace k3
