@@ -43,6 +43,17 @@ TEST(Tokenizer, Golden) {
   }
 }
 
+// Han rules, contractions, combining marks, code points newer than the installed libraries, and random mixtures.
+TEST(Tokenizer, MoreCasesFromTiktoken) {
+  const Json cases = ReadJson(testing::DataFile("tokenizer_cases.json"));
+  ASSERT_GT(cases["encode"].size(), 150u);
+  for (const Json& item : cases["encode"]) {
+    const auto text = item["text"].get<std::string>();
+    EXPECT_EQ(Tiny().Encode(text).value(), item["ids"].get<Ids>()) << text;
+    EXPECT_EQ(Tiny().Decode(item["ids"].get<Ids>()), text);
+  }
+}
+
 TEST(Tokenizer, Ids) {
   EXPECT_EQ(Tiny().num_ranks(), 3840);
   EXPECT_EQ(Tiny().vocab_size(), 4096);
