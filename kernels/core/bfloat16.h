@@ -25,4 +25,20 @@ inline float F16ToFloat(uint16_t half) {
   return sign ? -subnormal : subnormal;
 }
 
+// Round to nearest even; overflow becomes infinity, NaN stays NaN.
+inline uint16_t FloatToF16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00);
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00);  // 65520 and above
+  if (magnitude < 0x38800000u) {
+    // Subnormal: adding 0.5 leaves the value, in units of 2^-24, in the low mantissa bits, rounded by the addition.
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000u));
+  }
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1);
+  return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
 }  // namespace k3
