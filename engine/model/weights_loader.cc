@@ -405,7 +405,11 @@ class LoadRun {
     }
     if (exception_ != nullptr) std::rethrow_exception(exception_);
     if (!status_.ok()) return status_;
-    if (options_.print_progress) printer_.Finish(progress_);
+    if (match_ == nullptr) {
+      spdlog::info("made {:.3f} GB of random weights", static_cast<double>(model_.weights.bytes) / 1e9);
+    } else if (options_.print_progress) {
+      printer_.Finish(progress_);
+    }
     return absl::OkStatus();
   }
 
