@@ -193,7 +193,9 @@ void Executor::RunRank(const RankPlan& plan, RankResult* result) {
   }
 }
 
-void Executor::Scrub(const std::vector<PageId>& pages, const std::vector<StateSlot>& slots) {
+void Executor::Scrub(int32_t rank, const std::vector<PageId>& pages, const std::vector<StateSlot>& slots) {
+  K3_CHECK(rank == 0);
+  K3_CHECK(rank == 0);
   for (PageId page : pages) cache_.FillPage(page, 0);
   for (StateSlot slot : slots) cache_.ZeroSlot(slot);
   ops_.Synchronize(ops_.stream());

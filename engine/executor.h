@@ -20,7 +20,7 @@ class Executor : public StepRunner {
   ~Executor() override;
 
   absl::Status Run(const StepPlan& plan, StepResult* result) override;
-  void Scrub(const std::vector<PageId>& pages, const std::vector<StateSlot>& slots) override;
+  void Scrub(int32_t rank, const std::vector<PageId>& pages, const std::vector<StateSlot>& slots) override;
   int32_t vocab_size() const override { return static_cast<int32_t>(model_.config().vocab_size); }
 
   CacheStorage& cache() { return cache_; }

@@ -51,7 +51,7 @@ struct RankPlan {
   int32_t num_tokens() const { return static_cast<int32_t>(tokens.size()); }
   int32_t num_sequences() const { return static_cast<int32_t>(context.size()); }
   bool empty() const { return tokens.empty() && state_copies.empty() && page_copies.empty() && zero_slots.empty(); }
-  void Clear();  // keeps capacity
+  void Clear();  // keeps capacity; page_table also keeps its size, the planner sets it
 };
 
 struct RankResult {
@@ -76,8 +76,9 @@ class StepRunner {
   virtual ~StepRunner() = default;
   // Not OK means the device is lost: no later step can run.
   virtual absl::Status Run(const StepPlan& plan, StepResult* result) = 0;
-  // Overwrites pages and slots whose contents must not be read again (after a non-finite row). Between steps only.
-  virtual void Scrub(const std::vector<PageId>& pages, const std::vector<StateSlot>& slots) = 0;
+  // Overwrites pages and slots of one rank whose contents must not be read again (after a non-finite row). Between steps
+  // only.
+  virtual void Scrub(int32_t rank, const std::vector<PageId>& pages, const std::vector<StateSlot>& slots) = 0;
   virtual int32_t vocab_size() const = 0;
 };
 
