@@ -76,8 +76,8 @@ class StepRunner {
   virtual ~StepRunner() = default;
   // Not OK means the device is lost: no later step can run.
   virtual absl::Status Run(const StepPlan& plan, StepResult* result) = 0;
-  // Overwrites pages and slots of one rank whose contents must not be read again (after a non-finite row). Between steps
-  // only.
+  // Overwrites pages and slots of one rank whose contents must not be read again (after a non-finite row). Between
+  // steps only.
   virtual void Scrub(int32_t rank, const std::vector<PageId>& pages, const std::vector<StateSlot>& slots) = 0;
   virtual int32_t vocab_size() const = 0;
 };

@@ -1,0 +1,417 @@
+#include <algorithm>
+#include <cstring>
+
+#include "engine/scheduler.h"
+#include "kernels/core/check.h"
+
+// Scheduler::PlanStep: who computes how many tokens, and the arrays that say so.
+namespace k3 {
+namespace {
+
+// A new prompt is not started for fewer tokens than this: the crumbs of a budget are not worth a state slot.
+constexpr int32_t kSmallestFirstChunk = 16;
+
+}  // namespace
+
+bool Scheduler::PlanStep(Clock::time_point now, StepPlan* plan) {
+  K3_CHECK(!step_open_);
+  ExpireDeadlines(now);
+  BuryDead();
+  plan->ranks.resize(ranks_.size());
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    plan->ranks[r].Clear();
+    ranks_[r].scheduled.clear();
+    ranks_[r].rows.clear();
+    ranks_[r].budget = config_.max_num_batched_tokens;
+    ranks_[r].preempted = false;
+  }
+  if (!forking_.empty()) ForkChoices(plan);
+  for (size_t r = 0; r < ranks_.size(); ++r) PlanDecodes(ranks_[r], &plan->ranks[r]);
+  PlanPrefills(now, plan);
+  bool any = false;
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    Emit(ranks_[r], &plan->ranks[r]);
+    any |= plan->ranks[r].num_tokens() > 0;
+  }
+  step_open_ = any;
+  return any;
+}
+
+void Scheduler::ForkChoices(StepPlan* plan) {
+  for (RequestId id : forking_) {
+    LiveRequest* live = Find(id);
+    if (live == nullptr) continue;
+    Sequence* source = nullptr;
+    for (Sequence& choice : live->choices) {
+      if (choice.phase == SequencePhase::kRunning) source = &choice;
+    }
+    for (Sequence& choice : live->choices) {
+      if (choice.phase != SequencePhase::kForking) continue;
+      K3_CHECK(source != nullptr && source->computed == source->prompt_length);
+      Rank& rank = ranks_[static_cast<size_t>(source->rank)];
+      RankPlan& rank_plan = plan->ranks[static_cast<size_t>(source->rank)];
+      if (running_ >= most_running_ || static_cast<int32_t>(rank.running.size()) >= rank.budget ||
+          !rank.cache.Fork(source->lease, source->computed, &choice.lease, &rank_plan)) {
+        Requeue(choice);
+        continue;
+      }
+      choice.rank = source->rank;
+      choice.computed = source->computed;
+      choice.admission = next_admission_++;
+      choice.page_hashes.assign(source->page_hashes.begin(),
+                                source->page_hashes.begin() + choice.computed / config_.page_size);
+      rank.running.push_back(&choice);
+      SetPhase(choice, SequencePhase::kRunning);
+    }
+  }
+  forking_.clear();
+}
+
+void Scheduler::Requeue(Sequence& sequence) {
+  if (sequence.admission == 0) sequence.admission = next_admission_++;
+  sequence.computed = 0;
+  SetPhase(sequence, SequencePhase::kPreempted);
+  const auto place = std::find_if(preempted_.begin(), preempted_.end(),
+                                  [&](const Sequence* other) { return other->admission > sequence.admission; });
+  preempted_.insert(place, &sequence);
+}
+
+void Scheduler::Preempt(Rank& rank, Sequence& victim, RankPlan* plan) {
+  K3_CHECK(victim.planned == 0);
+  rank.preempted = true;
+  LiveRequest& live = *victim.request;
+  // A copy of state or page that was to start this sequence is not needed any more; its target may get another owner.
+  const StateSlot state = victim.lease.state;
+  std::erase_if(plan->state_copies, [state](const StateCopy& copy) { return copy.to == state; });
+  std::erase_if(plan->page_copies, [&victim](const PageCopy& copy) {
+    return std::find(victim.lease.pages.begin(), victim.lease.pages.end(), copy.to) != victim.lease.pages.end();
+  });
+  rank.running.erase(std::find(rank.running.begin(), rank.running.end(), &victim));
+  rank.cache.Release(&victim.lease);
+  Requeue(victim);
+  if (live.is_shadow) {
+    FinishRequest(live, absl::CancelledError("preempted"), live.arrival);
+    return;
+  }
+  ++live.usage.preemptions;
+  ++counters_.preemptions;
+  backlog_tokens_ += victim.remaining() - live.backlog;
+  live.backlog = victim.remaining();
+}
+
+bool Scheduler::EnsurePages(Rank& rank, Sequence& sequence, int64_t tokens, RankPlan* plan) {
+  while (rank.cache.Extend(&sequence.lease, tokens) < tokens) {
+    // The newest sequence that this step has not promised anything yet.
+    Sequence* victim = nullptr;
+    for (auto it = rank.running.rbegin(); it != rank.running.rend() && victim == nullptr; ++it) {
+      if ((*it)->planned == 0) victim = *it;
+    }
+    K3_CHECK(victim != nullptr);
+    Preempt(rank, *victim, plan);
+    if (victim == &sequence) return false;
+  }
+  return true;
+}
+
+void Scheduler::PlanDecodes(Rank& rank, RankPlan* plan) {
+  // Oldest first: whoever is preempted on the way is newer, hence further back and not planned yet.
+  for (size_t i = 0; i < rank.running.size(); ++i) {
+    Sequence& sequence = *rank.running[i];
+    if (!sequence.decoding() || !EnsurePages(rank, sequence, sequence.computed + 1, plan)) continue;
+    K3_CHECK(rank.budget > 0);
+    sequence.planned = 1;
+    --rank.budget;
+    rank.scheduled.push_back({&sequence});
+  }
+}
+
+void Scheduler::PlanChunk(Rank& rank, Sequence& sequence, int32_t most, RankPlan* plan) {
+  const int32_t had = sequence.planned;
+  int32_t more = std::min({most, sequence.remaining() - had, config_.prefill_chunk - had, rank.budget});
+  if (more <= 0) return;
+  const int64_t from = int64_t{sequence.computed} + had;
+  int64_t covered = rank.cache.Extend(&sequence.lease, from + more);
+  while (covered <= from) {
+    // Not one token fits. Only what is newer and not promised in this step may be pushed out; else wait for a step.
+    if (had > 0) return;
+    Sequence* victim = nullptr;
+    for (auto it = rank.running.rbegin(); *it != &sequence && victim == nullptr; ++it) {
+      if ((*it)->planned == 0) victim = *it;
+    }
+    if (victim == nullptr) return;
+    Preempt(rank, *victim, plan);
+    covered = rank.cache.Extend(&sequence.lease, from + more);
+  }
+  more = static_cast<int32_t>(std::min<int64_t>(more, covered - from));
+  sequence.planned += more;
+  rank.budget -= more;
+  if (had == 0) rank.scheduled.push_back({&sequence});
+}
+
+void Scheduler::PlanPrefills(Clock::time_point now, StepPlan* plan) {
+  const bool somebody_waits = !queue_.empty() || !preempted_.empty();
+  std::vector<Sequence*>& prefills = prefills_;
+  std::vector<std::pair<Rank*, Sequence*>>& oldest = oldest_prefills_;
+  std::vector<Sequence*>& longs = long_prefills_;
+  oldest.clear();
+  longs.clear();
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    Rank& rank = ranks_[r];
+    rank.long_prefills = 0;
+    prefills.clear();
+    for (Sequence* sequence : rank.running) {
+      if (sequence->decoding()) continue;
+      prefills.push_back(sequence);
+      rank.long_prefills += IsLong(*sequence);
+    }
+    if (prefills.empty()) continue;
+    Sequence* first = prefills.front();
+    const bool alone = prefills.size() == 1 && !somebody_waits;
+    PlanChunk(rank, *first, alone ? rank.budget : (rank.budget + 1) / 2, &plan->ranks[r]);
+    if (first->phase == SequencePhase::kRunning) oldest.emplace_back(&rank, first);
+    std::sort(prefills.begin() + 1, prefills.end(), [](const Sequence* a, const Sequence* b) {
+      return a->remaining() != b->remaining() ? a->remaining() < b->remaining() : a->admission < b->admission;
+    });
+    for (size_t i = 1; i < prefills.size(); ++i) {
+      if (prefills[i]->phase != SequencePhase::kRunning) continue;  // preempted by one before it
+      if (IsLong(*prefills[i])) {
+        longs.push_back(prefills[i]);
+      } else {
+        PlanChunk(rank, *prefills[i], rank.budget, &plan->ranks[r]);
+      }
+    }
+  }
+  if (somebody_waits) Admit(now, plan);
+  for (Sequence* sequence : longs) {
+    if (sequence->phase != SequencePhase::kRunning) continue;
+    Rank& rank = ranks_[static_cast<size_t>(sequence->rank)];
+    PlanChunk(rank, *sequence, rank.budget, &plan->ranks[static_cast<size_t>(sequence->rank)]);
+  }
+  for (const auto& [rank, sequence] : oldest) {
+    PlanChunk(*rank, *sequence, rank->budget, &plan->ranks[static_cast<size_t>(sequence->rank)]);
+  }
+}
+
+void Scheduler::Admit(Clock::time_point now, StepPlan* plan) {
+  uint64_t epoch = 0;  // changes with whatever a blocked candidate may be waiting for
+  bool long_allowed = false;
+  for (const Rank& rank : ranks_) {
+    epoch += rank.cache.releases() + (static_cast<uint64_t>(rank.long_prefills) << 48);
+    long_allowed |= rank.long_prefills < config_.max_long_prefills;
+  }
+  bool counted = false;
+  while (running_ < most_running_) {
+    Sequence* candidate = nullptr;
+    const bool resumes = !preempted_.empty();
+    if (resumes) {
+      candidate = preempted_.front();
+    } else if (LiveRequest* live = queue_.Next(now, long_allowed); live != nullptr) {
+      candidate = &live->choices[static_cast<size_t>(live->source)];
+    }
+    if (candidate == nullptr) return;
+    if (candidate == blocked_ && epoch == blocked_epoch_) return;
+    if (!counted) {
+      counted = true;
+      for (Rank& rank : ranks_) {
+        rank.outstanding = 0;
+        for (const Sequence* sequence : rank.running) {
+          const int64_t needs = config_.PagesFor(static_cast<int64_t>(sequence->tokens.size()));
+          rank.outstanding += std::max<int64_t>(0, needs - static_cast<int64_t>(sequence->lease.pages.size()));
+        }
+      }
+    }
+    if (!TryAdmit(*candidate, !resumes, now, plan)) {
+      // Remembered only when pages or slots were missing; a used-up budget is new in the next step.
+      const bool budget_left = std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) {
+        return rank.budget >= kSmallestFirstChunk && !rank.preempted;
+      });
+      blocked_ = budget_left ? candidate : nullptr;
+      blocked_epoch_ = epoch;
+      return;
+    }
+    blocked_ = nullptr;
+    long_allowed = std::any_of(ranks_.begin(), ranks_.end(),
+                               [this](const Rank& rank) { return rank.long_prefills < config_.max_long_prefills; });
+  }
+}
+
+bool Scheduler::TryAdmit(Sequence& sequence, bool obey_long_limit, Clock::time_point now, StepPlan* plan) {
+  LiveRequest& live = *sequence.request;
+  sequence.Begin(config_.eos_token_ids, config_.vocab_size, config_.pool_tokens());
+  const int32_t length = static_cast<int32_t>(sequence.tokens.size());
+  // Something must be left to compute, because the logits of the last token are needed.
+  const bool matches = config_.enable_prefix_caching && live.caches() && !live.sampling().prompt_logprobs;
+  if (config_.enable_prefix_caching && live.caches()) sequence.ExtendHashes(config_.page_size);
+  const int64_t needed = config_.PagesFor(length);
+  const bool is_long = length > config_.long_prompt_tokens;
+
+  Rank* best = nullptr;
+  PrefixMatch best_match;
+  int64_t best_load = 0;
+  for (Rank& rank : ranks_) {
+    const int32_t first_chunk =
+        std::min({kSmallestFirstChunk, config_.prefill_chunk, config_.max_num_batched_tokens, length});
+    if (rank.preempted || rank.budget == 0 || rank.cache.live_free() == 0) continue;
+    if (static_cast<int32_t>(rank.running.size()) >= config_.max_num_batched_tokens) continue;
+    if (obey_long_limit && is_long && rank.long_prefills >= config_.max_long_prefills) continue;
+    PrefixMatch match;
+    if (matches) match = rank.cache.Match(sequence.Key(), length - 1);
+    const int32_t left = length - match.resume_pages * config_.page_size;
+    if (rank.budget < std::min(first_chunk, left)) continue;
+    // Room for its whole text beside what the others still need, and a page for each of them to go on with.
+    const int64_t fresh = needed - match.resume_pages + match.idle_pages;
+    const int64_t margin = static_cast<int64_t>(rank.running.size());
+    if (rank.cache.available_pages() < fresh + rank.outstanding + margin) continue;
+    const int64_t load = static_cast<int64_t>(rank.running.size()) + (config_.max_num_batched_tokens - rank.budget);
+    if (best != nullptr && (match.resume_pages < best_match.resume_pages ||
+                            (match.resume_pages == best_match.resume_pages && load >= best_load))) {
+      continue;
+    }
+    best = &rank;
+    best_match = std::move(match);
+    best_load = load;
+  }
+  if (best == nullptr) return false;
+
+  Rank& rank = *best;
+  RankPlan& rank_plan = plan->ranks[static_cast<size_t>(best - ranks_.data())];
+  rank.cache.Acquire(best_match, &sequence.lease);
+  if (best_match.resume_pages > 0) {
+    rank_plan.state_copies.push_back({best_match.snapshot, sequence.lease.state});
+  } else {
+    rank_plan.zero_slots.push_back(sequence.lease.state);
+  }
+  sequence.rank = static_cast<int32_t>(best - ranks_.data());
+  sequence.computed = best_match.resume_pages * config_.page_size;
+  const int32_t matched = static_cast<int32_t>(best_match.pages.size()) * config_.page_size;
+  sequence.divergence = matched > sequence.computed ? matched : 0;
+  if (sequence.phase == SequencePhase::kPreempted) {
+    preempted_.erase(std::find(preempted_.begin(), preempted_.end(), &sequence));
+  } else {
+    queue_.Remove(&live, /*admitted=*/true);
+  }
+  if (sequence.admission == 0) sequence.admission = next_admission_++;
+  const auto place = std::find_if(rank.running.begin(), rank.running.end(),
+                                  [&](const Sequence* other) { return other->admission > sequence.admission; });
+  rank.running.insert(place, &sequence);
+  SetPhase(sequence, SequencePhase::kRunning);
+  rank.long_prefills += IsLong(sequence);
+  rank.outstanding += needed - static_cast<int64_t>(sequence.lease.pages.size());
+  backlog_tokens_ += sequence.remaining() - live.backlog;
+  live.backlog = sequence.remaining();
+
+  if (!live.admitted) {
+    live.admitted = true;
+    live.admitted_at = now;
+    live.usage.cached_tokens = sequence.computed;
+    if (matches) {
+      counters_.prefix_query_tokens += static_cast<uint64_t>(length);
+      counters_.prefix_page_hit_tokens += static_cast<uint64_t>(matched);
+      counters_.prefix_hit_tokens += static_cast<uint64_t>(sequence.computed);
+      live.check_hit =
+          sequence.computed > 0 && UniformAt(kHitCheckSeed, 0, static_cast<int64_t>(live.id)) < config_.verify_hits;
+    }
+    Notify(live, [&](TokenSink& sink) { sink.OnAdmitted(sequence.computed); });
+  }
+  const size_t scheduled = rank.scheduled.size();
+  PlanChunk(rank, sequence, rank.budget, &rank_plan);
+  K3_CHECK(rank.scheduled.size() == scheduled + 1);
+  return true;
+}
+
+void Scheduler::Emit(Rank& rank, RankPlan* plan) {
+  if (rank.scheduled.empty()) return;
+  int64_t stride = 0;
+  for (const Scheduled& entry : rank.scheduled) {
+    stride = std::max(stride, config_.PagesFor(int64_t{entry.sequence->computed} + entry.sequence->planned));
+  }
+  plan->page_table_stride = static_cast<int32_t>(stride);
+  plan->page_table.resize(rank.scheduled.size() * static_cast<size_t>(stride));
+  int32_t index = 0;
+  for (Scheduled& entry : rank.scheduled) {
+    Sequence& sequence = *entry.sequence;
+    const int32_t begin = plan->num_tokens();
+    const int32_t count = sequence.planned;
+    plan->token_begin.push_back(begin);
+    plan->context.push_back(sequence.computed);
+    plan->state_slot.push_back(sequence.lease.state.value);
+    static_assert(sizeof(PageId) == sizeof(int32_t));
+    std::memcpy(plan->page_table.data() + index * stride, sequence.lease.pages.data(),
+                static_cast<size_t>(config_.PagesFor(int64_t{sequence.computed} + count)) * sizeof(int32_t));
+    const auto first = sequence.tokens.begin() + sequence.computed;
+    plan->tokens.insert(plan->tokens.end(), first, first + count);
+    for (int32_t i = 0; i < count; ++i) {
+      plan->sequence_of_token.push_back(index);
+      plan->position.push_back(sequence.computed + i);
+    }
+    entry.row_begin = static_cast<int32_t>(rank.rows.size());
+    EmitRows(rank, sequence, begin, plan);
+    entry.row_end = static_cast<int32_t>(rank.rows.size());
+    EmitSnapshots(rank, sequence, begin, plan);
+    ++index;
+  }
+  plan->token_begin.push_back(plan->num_tokens());
+}
+
+void Scheduler::EmitRows(Rank& rank, Sequence& sequence, int32_t begin, RankPlan* plan) {
+  LiveRequest& live = *sequence.request;
+  if (sequence.streams_prompt_scores) {
+    for (int32_t i = 0; i < sequence.planned; ++i) {
+      const int32_t scored = sequence.computed + i + 1;
+      if (scored < sequence.prompt_scores || scored >= sequence.prompt_length) continue;
+      sequence.sampler.AppendScore(begin + i, sequence.tokens[static_cast<size_t>(scored)], plan);
+      rank.rows.push_back({&sequence, RowKind::kPromptScore, scored});
+    }
+  }
+  if (sequence.planned < sequence.remaining() ||
+      static_cast<int32_t>(sequence.tokens.size()) >= sequence.length_limit) {
+    return;
+  }
+  const int32_t row = begin + sequence.planned - 1;
+  const auto draw = [&](Sequence& drawn) {
+    try {
+      drawn.sampler.AppendDraw(row, live.constraint(drawn.choice), plan);
+    } catch (const std::exception& error) {
+      // The row stands without its mask; the commit ends the request before anything of it is used.
+      live.broken = std::string("the token constraint threw: ") + error.what();
+    }
+    rank.rows.push_back({&drawn, RowKind::kDraw, 0});
+  };
+  draw(sequence);
+  if (live.forked || live.choices.size() == 1) return;
+  // The prompt's last row gives the first token of every choice.
+  for (Sequence& choice : live.choices) {
+    if (&choice == &sequence || choice.phase == SequencePhase::kFinished) continue;
+    choice.Begin(config_.eos_token_ids, config_.vocab_size, config_.pool_tokens());
+    draw(choice);
+  }
+}
+
+void Scheduler::EmitSnapshots(Rank& rank, Sequence& sequence, int32_t begin, RankPlan* plan) {
+  if (!config_.enable_prefix_caching || config_.snapshot_slots == 0 || !sequence.request->caches()) return;
+  const int32_t from = sequence.computed, to = sequence.computed + sequence.planned;
+  const int32_t interval = config_.snapshot_interval;
+  const int32_t prompt_end = (sequence.prompt_length - 1) / config_.page_size * config_.page_size;
+  const auto within = [from, to](int32_t position) { return position > from && position <= to; };
+  if (to / interval == from / interval && !within(prompt_end) && !within(sequence.divergence)) return;
+
+  // Most useful first, in case slots run short: the end of the prompt, the divergence point, then late before early.
+  std::vector<int32_t>& wanted = snapshot_scratch_;
+  wanted.clear();
+  const auto want = [&](int32_t position) {
+    if (within(position) && std::find(wanted.begin(), wanted.end(), position) == wanted.end())
+      wanted.push_back(position);
+  };
+  want(prompt_end);
+  want(sequence.divergence);
+  for (int32_t position = to / interval * interval; position > from; position -= interval) want(position);
+  const size_t first = plan->snapshots.size();
+  for (int32_t position : wanted) {
+    const StateSlot slot = rank.cache.ReserveSnapshot(&sequence.lease, position, position == sequence.divergence);
+    if (slot.valid()) plan->snapshots.push_back({begin + position - from - 1, slot});
+  }
+  std::sort(plan->snapshots.begin() + static_cast<ptrdiff_t>(first), plan->snapshots.end(),
+            [](const SnapshotPoint& a, const SnapshotPoint& b) { return a.row < b.row; });
+}
+
+}  // namespace k3
