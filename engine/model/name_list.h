@@ -23,7 +23,10 @@ class NameList {
   bool empty() const { return count_ == 0; }
   std::string ToString() const {
     std::string text;
-    for (const std::string& name : names_) text += (text.empty() ? "" : ", ") + name;
+    for (const std::string& name : names_) {
+      if (!text.empty()) text += ", ";
+      text += name;
+    }
     if (count_ > kShown) text += " and " + std::to_string(count_ - kShown) + " more";
     return text;
   }

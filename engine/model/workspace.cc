@@ -57,8 +57,7 @@ size_t Workspace::BankBytes(const ModelConfig& config, const StepBounds& bounds,
   return static_cast<size_t>(config.num_residual_blocks() * bounds.tokens * config.hidden_size) * SizeOf(activation);
 }
 
-size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, const Ops& ops, char* base) {
-  const DType act = ops.activation_dtype();
+size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, DType act, size_t scratch_bytes, char* base) {
   const int64_t t = bounds.tokens;
   Carver carver(base);
   bank = carver.Take(BankBytes(c, bounds, act));
@@ -87,31 +86,38 @@ size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, const O
   head_in = carver.Matrix(bounds.logits_rows, c.hidden_size, act);
   logits = carver.Matrix(bounds.logits_rows, c.vocab_size, DType::kF32);
 
-  size_t scratch_bytes = ops.SampleScratchBytes(bounds.logits_rows, c.vocab_size);
-  if (c.num_kda_layers() > 0) {
-    scratch_bytes =
-        std::max(scratch_bytes, ops.KdaScratchBytes(t, bounds.sequences, c.kda_heads, c.kda_head_dim, c.conv_width));
-  }
-  if (c.num_mla_layers() > 0) {
-    scratch_bytes = std::max(scratch_bytes,
-                             ops.MlaScratchBytes(t, bounds.sequences, c.num_attention_heads, c.kv_lora_rank,
-                                                 c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim, bounds.context));
-  }
-  if (c.num_experts > 0) {
-    scratch_bytes = std::max(scratch_bytes, ops.MoeScratchBytes(t, c.num_experts_per_token, c.num_experts,
-                                                                c.expert_width(), c.moe_intermediate_size));
-  }
   scratch = carver.Take(scratch_bytes);
   return carver.used();
 }
 
+size_t Workspace::ScratchBytes(const ModelConfig& c, const StepBounds& bounds, const Ops& ops) {
+  const int64_t t = bounds.tokens;
+  size_t bytes = ops.SampleScratchBytes(bounds.logits_rows, c.vocab_size);
+  if (c.num_kda_layers() > 0) {
+    bytes = std::max(bytes, ops.KdaScratchBytes(t, bounds.sequences, c.kda_heads, c.kda_head_dim, c.conv_width));
+  }
+  if (c.num_mla_layers() > 0) {
+    bytes = std::max(bytes, ops.MlaScratchBytes(t, bounds.sequences, c.num_attention_heads, c.kv_lora_rank,
+                                                c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim, bounds.context));
+  }
+  if (c.num_experts > 0) {
+    bytes = std::max(bytes, ops.MoeScratchBytes(t, c.num_experts_per_token, c.num_experts, c.expert_width(),
+                                                c.moe_intermediate_size));
+  }
+  return bytes;
+}
+
+size_t Workspace::Bytes(const ModelConfig& config, const StepBounds& bounds, DType activation, size_t scratch_bytes) {
+  return Workspace().Layout(config, bounds, activation, scratch_bytes, nullptr);
+}
+
 size_t Workspace::Bytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops) {
-  return Workspace().Layout(config, bounds, ops, nullptr);
+  return Bytes(config, bounds, ops.activation_dtype(), ScratchBytes(config, bounds, ops));
 }
 
 Workspace::Workspace(const ModelConfig& config, const StepBounds& bounds, Ops& ops) : ops_(&ops), bounds_(bounds) {
   memory_ = static_cast<char*>(ops.Allocate(Bytes(config, bounds, ops)));
-  Layout(config, bounds, ops, memory_);
+  Layout(config, bounds, ops.activation_dtype(), ScratchBytes(config, bounds, ops), memory_);
 }
 
 Workspace::~Workspace() {

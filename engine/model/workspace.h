@@ -28,6 +28,9 @@ class Workspace {
   Workspace& operator=(const Workspace&) = delete;
 
   static size_t Bytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops);
+  // The same where there is no device to ask for the size of the scratch memory.
+  static size_t Bytes(const ModelConfig& config, const StepBounds& bounds, DType activation, size_t scratch_bytes);
+  static size_t ScratchBytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops);
   // The residual bank's part of Bytes.
   static size_t BankBytes(const ModelConfig& config, const StepBounds& bounds, DType activation);
 
@@ -54,7 +57,8 @@ class Workspace {
   void* scratch = nullptr;          // shared by Kda, MlaAttention, MoeExperts and Sample
 
  private:
-  size_t Layout(const ModelConfig& config, const StepBounds& bounds, const Ops& ops, char* base);
+  size_t Layout(const ModelConfig& config, const StepBounds& bounds, DType activation, size_t scratch_bytes,
+                char* base);
   Workspace() = default;
 
   Ops* ops_ = nullptr;
