@@ -23,6 +23,15 @@ bool IsPythonSpace(char32_t c) {
          c == 0x202F || c == 0x205F || c == 0x3000;
 }
 
+bool IsPythonBlank(std::string_view text) {
+  while (!text.empty()) {
+    const Utf8Char c = DecodeUtf8(text);
+    if (c.length == 0 || !IsPythonSpace(c.code_point)) return false;
+    text.remove_prefix(c.length);
+  }
+  return true;
+}
+
 bool EncodeChunks::Next(std::string_view* chunk) {
   if (position_ == text_.size()) return false;
   const size_t begin = position_;

@@ -30,5 +30,7 @@ class EncodeChunks {
 };
 
 bool IsPythonSpace(char32_t c);
+// Whether str.strip would leave nothing of this UTF-8 text.
+bool IsPythonBlank(std::string_view text);
 
 }  // namespace k3

@@ -1,6 +1,6 @@
 // Encodes what scripts/compare_tokenizer.py sends, so that it can be compared with tiktoken id by id.
-//   k3_encode_tool MODEL_DIR    stdin: mode (1 byte: o, c or b), size (4 bytes), text; stdout: count, ids (4 bytes each);
-//   little-endian. Modes: ordinary, control, raw bytes. Count 0xFFFFFFFF: refused.
+//   k3_encode_tool MODEL_DIR    stdin: mode (1 byte: o, c or b), size (4 bytes), text; stdout: count, ids (4 bytes
+//   each); little-endian. Modes: ordinary, control, raw bytes. Count 0xFFFFFFFF: refused.
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -33,9 +33,7 @@ int main(int argc, char** argv) {
     if (mode == 'b') {
       (*tokenizer)->EncodeBytes(text, &ids);
     } else {
-      ok = (*tokenizer)
-               ->Encode(text, mode == 'c' ? k3::EncodeMode::kControl : k3::EncodeMode::kOrdinary, &ids)
-               .ok();
+      ok = (*tokenizer)->Encode(text, mode == 'c' ? k3::EncodeMode::kControl : k3::EncodeMode::kOrdinary, &ids).ok();
     }
     const uint32_t count = ok ? static_cast<uint32_t>(ids.size()) : UINT32_MAX;
     std::fwrite(&count, 4, 1, stdout);
