@@ -58,8 +58,10 @@ void Scheduler::ForkChoices(StepPlan* plan) {
       choice.rank = source->rank;
       choice.computed = source->computed;
       choice.admission = next_admission_++;
-      choice.page_hashes.assign(source->page_hashes.begin(),
-                                source->page_hashes.begin() + choice.computed / config_.page_size);
+      // Without a prefix cache nobody asked for the hashes.
+      const size_t hashes =
+          std::min(source->page_hashes.size(), static_cast<size_t>(choice.computed / config_.page_size));
+      choice.page_hashes.assign(source->page_hashes.begin(), source->page_hashes.begin() + hashes);
       rank.running.push_back(&choice);
       SetPhase(choice, SequencePhase::kRunning);
     }

@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "engine/model/golden_check.h"
-#include "engine/model/weights_loader.h"
 #include "tests/testing/paths.h"
+#include "tests/testing/quiet_load.h"
 
 // The whole model on the CPU against the goldens: right within 1e-4, same experts, same greedy tokens, and the same
 // bits whatever the chunk.
@@ -25,7 +25,7 @@ TEST_P(GoldenTest, EveryPromptAtEveryChunkSize) {
   const std::unique_ptr<Ops> ops = MakeCpuOps();
   const auto config = LoadModelConfig(GetParam().model);
   ASSERT_TRUE(config.ok()) << config.status();
-  const auto loaded = LoadWeights(GetParam().model, *config, *ops, {.progress = nullptr, .print_progress = false});
+  const auto loaded = LoadWeights(GetParam().model, *config, *ops, testing::QuietLoad());
   ASSERT_TRUE(loaded.ok()) << loaded.status();
   const Model model((*loaded)->config, (*loaded)->weights, *ops);
   const auto prompts = LoadGolden(GetParam().golden);

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "engine/model/weights_loader.h"
 #include "tests/testing/checkpoint_writer.h"
+#include "tests/testing/quiet_load.h"
 #include "tests/testing/temp_dir.h"
 
 namespace k3 {
@@ -19,7 +19,7 @@ absl::Status CheckAfter(const std::function<void(testing::TestCheckpoint&)>& cha
   const auto config = LoadModelConfig(dir.path());
   if (!config.ok()) return config.status();
   const std::unique_ptr<Ops> ops = MakeCpuOps();
-  const auto loaded = LoadWeights(dir.path(), *config, *ops, {.progress = nullptr, .print_progress = false});
+  const auto loaded = LoadWeights(dir.path(), *config, *ops, testing::QuietLoad());
   if (!loaded.ok()) return loaded.status();
   return SelfCheck(Model((*loaded)->config, (*loaded)->weights, *ops), *ops);
 }

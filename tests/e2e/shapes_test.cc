@@ -6,8 +6,8 @@
 #include <random>
 
 #include "engine/model/sequence_runner.h"
-#include "engine/model/weights_loader.h"
 #include "tests/testing/checkpoint_writer.h"
+#include "tests/testing/quiet_load.h"
 #include "tests/testing/reference_model.h"
 #include "tests/testing/temp_dir.h"
 
@@ -103,7 +103,7 @@ TEST_P(ShapesTest, AgreesWithDoublePrecisionAtEveryChunk) {
   const auto config = LoadModelConfig(dir.path());
   ASSERT_TRUE(config.ok()) << config.status();
   const std::unique_ptr<Ops> ops = MakeCpuOps();
-  const auto loaded = LoadWeights(dir.path(), *config, *ops, {.progress = nullptr, .print_progress = false});
+  const auto loaded = LoadWeights(dir.path(), *config, *ops, testing::QuietLoad());
   ASSERT_TRUE(loaded.ok()) << loaded.status();
   const Model model((*loaded)->config, (*loaded)->weights, *ops);
 

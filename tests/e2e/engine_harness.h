@@ -1,0 +1,118 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/executor.h"
+#include "engine/model/weights_loader.h"
+#include "engine/scheduler.h"
+#include "tests/testing/checkpoint_writer.h"
+#include "tests/testing/temp_dir.h"
+
+namespace k3::testing {
+
+// A model on the CPU, read from files.
+class TestModel {
+ public:
+  explicit TestModel(const std::string& dir);
+  // A random K3-format model of a few ten thousand weights, written to a temporary folder: thousands of schedules of it
+  // are cheap. `eos` never ends a choice unless a test asks for it.
+  static std::unique_ptr<TestModel> Micro();
+
+  Ops& ops() { return *ops_; }
+  const Model& model() const { return *model_; }
+  const ModelConfig& config() const { return loaded_->config; }
+
+ private:
+  std::unique_ptr<Ops> ops_;
+  std::unique_ptr<LoadedModel> loaded_;
+  std::unique_ptr<Model> model_;
+};
+
+struct ChoiceOutcome {
+  std::vector<int32_t> tokens;
+  std::vector<float> logprobs;  // of the chosen tokens: equal bits mean equal logits as far as sampling sees them
+  int finished = 0;             // how often OnChoiceFinished came
+  FinishReason reason = FinishReason::kError;
+};
+
+struct Outcome {
+  std::vector<ChoiceOutcome> choices;
+  std::vector<float> prompt_logprobs;
+  int admitted = 0;  // how often OnAdmitted came
+  int32_t cached_tokens = 0;
+  int finished = 0;  // how often OnFinished came; nothing may come after it
+  bool late_event = false;
+  absl::Status status;
+  RequestUsage usage;
+};
+
+// What a test asks for; everything that decides the answer.
+struct TestRequest {
+  std::vector<int32_t> prompt;
+  int32_t max_new_tokens = 8;
+  float temperature = 0;
+  float top_p = 1;
+  uint64_t seed = 0;
+  int32_t choices = 1;
+  bool prompt_logprobs = false;
+  float presence_penalty = 0;
+  float repetition_penalty = 1;
+  // These must not change it:
+  int32_t priority = 0;
+  std::string session;
+  bool bypass_prefix_cache = false;
+};
+
+// A scheduler and a real executor, driven step by step on the caller's thread. Before each step every free page and
+// slot is filled with 0xFF (NaN), and after each the invariants are checked.
+class EngineHarness {
+ public:
+  // `config` needs the policy and pool fields only; what follows from the model is filled in.
+  EngineHarness(TestModel& model, EngineConfig config);
+
+  RequestId Submit(const TestRequest& request);
+  void Cancel(RequestId id);
+  // Plans, runs and commits one step; false when there was nothing to do.
+  bool Step();
+  // Until nothing is left. Aborts after `max_steps`: a livelock.
+  void RunAll(int max_steps = 100000);
+
+  const Outcome& outcome(RequestId id) const { return *outcomes_.at(id); }
+  EngineLoad Load() const;
+  Scheduler& scheduler() { return scheduler_; }
+  Executor& executor() { return *executor_; }
+  const EngineConfig& config() const { return config_; }
+  // Between planning and running, e.g. to look at the plan or to damage a state.
+  std::function<void(const StepPlan&)> before_run;
+  // Between running and committing, e.g. to force tokens.
+  std::function<void(const StepPlan&, StepResult*)> after_run;
+  bool poison = true;
+
+  static EngineConfig Complete(TestModel& model, EngineConfig config);
+
+ private:
+  void PoisonFree();
+
+  TestModel& model_;
+  EngineConfig config_;
+  Scheduler scheduler_;
+  std::unique_ptr<Executor> executor_;
+  StepPlan plan_;
+  StepResult result_;
+  RequestId next_id_ = 1;
+  std::map<RequestId, std::shared_ptr<Outcome>> outcomes_;
+};
+
+// The same request on a fresh engine, with no neighbour and no prefix cache, in one chunk.
+Outcome RunAlone(TestModel& model, const TestRequest& request);
+
+// Tokens and log-probabilities, bit for bit. `prefix_ok`: `actual` may have been cut short (cancelled).
+void ExpectSameAnswer(const Outcome& actual, const Outcome& alone, bool prefix_ok = false);
+
+std::vector<int32_t> RandomTokens(uint64_t seed, int32_t count, int32_t vocab_size);
+
+}  // namespace k3::testing
