@@ -147,15 +147,21 @@ int EditDistance(std::string_view a, std::string_view b) {
 
 void FlagSet::Group(std::string title) { groups_[flags_.size()] = std::move(title); }
 
+FlagSet::Flag FlagSet::NewFlag(std::string name, std::string value_name, std::string help) {
+  Flag flag;
+  flag.name = std::move(name);
+  flag.value_name = std::move(value_name);
+  flag.help = std::move(help);
+  return flag;
+}
+
 void FlagSet::Add(Flag flag) {
   flag.default_text = absl::StrJoin(flag.get(), " ");
   flags_.push_back(std::move(flag));
 }
 
 void FlagSet::Bool(std::string name, bool* value, std::string help) {
-  Flag flag;
-  flag.name = std::move(name);
-  flag.help = std::move(help);
+  Flag flag = NewFlag(std::move(name), "", std::move(help));
   flag.is_bool = true;
   flag.set = [value](const std::vector<std::string>& words) { return ParseBool(words[0], value); };
   flag.get = [value] { return std::vector<std::string>{*value ? "true" : "false"}; };
@@ -163,20 +169,14 @@ void FlagSet::Bool(std::string name, bool* value, std::string help) {
 }
 
 void FlagSet::Int(std::string name, int64_t* value, Range range, std::string help) {
-  Flag flag;
-  flag.name = std::move(name);
-  flag.value_name = "N";
-  flag.help = std::move(help);
+  Flag flag = NewFlag(std::move(name), "N", std::move(help));
   flag.set = [value, range](const std::vector<std::string>& words) { return ParseInt(words[0], range, value); };
   flag.get = [value] { return std::vector<std::string>{absl::StrCat(*value)}; };
   Add(std::move(flag));
 }
 
 void FlagSet::Int(std::string name, std::optional<int64_t>* value, Range range, std::string help) {
-  Flag flag;
-  flag.name = std::move(name);
-  flag.value_name = "N";
-  flag.help = std::move(help);
+  Flag flag = NewFlag(std::move(name), "N", std::move(help));
   flag.set = [value, range](const std::vector<std::string>& words) {
     value->reset();
     if (words[0] == "auto") return absl::OkStatus();
@@ -190,20 +190,14 @@ void FlagSet::Int(std::string name, std::optional<int64_t>* value, Range range, 
 }
 
 void FlagSet::Number(std::string name, double* value, Range range, std::string help) {
-  Flag flag;
-  flag.name = std::move(name);
-  flag.value_name = "X";
-  flag.help = std::move(help);
+  Flag flag = NewFlag(std::move(name), "X", std::move(help));
   flag.set = [value, range](const std::vector<std::string>& words) { return ParseNumber(words[0], range, value); };
   flag.get = [value] { return std::vector<std::string>{NumberText(*value)}; };
   Add(std::move(flag));
 }
 
 void FlagSet::Number(std::string name, std::optional<double>* value, Range range, std::string help) {
-  Flag flag;
-  flag.name = std::move(name);
-  flag.value_name = "X";
-  flag.help = std::move(help);
+  Flag flag = NewFlag(std::move(name), "X", std::move(help));
   flag.set = [value, range](const std::vector<std::string>& words) {
     value->reset();
     if (words[0] == "auto") return absl::OkStatus();
@@ -217,10 +211,7 @@ void FlagSet::Number(std::string name, std::optional<double>* value, Range range
 }
 
 void FlagSet::String(std::string name, std::string* value, std::string value_name, std::string help) {
-  Flag flag;
-  flag.name = std::move(name);
-  flag.value_name = std::move(value_name);
-  flag.help = std::move(help);
+  Flag flag = NewFlag(std::move(name), std::move(value_name), std::move(help));
   flag.is_text = true;
   flag.set = [value](const std::vector<std::string>& words) {
     *value = words[0];
@@ -231,10 +222,7 @@ void FlagSet::String(std::string name, std::string* value, std::string value_nam
 }
 
 void FlagSet::Choice(std::string name, std::string* value, std::vector<std::string> choices, std::string help) {
-  Flag flag;
-  flag.name = std::move(name);
-  flag.value_name = absl::StrJoin(choices, "|");
-  flag.help = std::move(help);
+  Flag flag = NewFlag(std::move(name), absl::StrJoin(choices, "|"), std::move(help));
   flag.is_text = true;
   flag.set = [value, choices = std::move(choices)](const std::vector<std::string>& words) {
     if (std::find(choices.begin(), choices.end(), words[0]) == choices.end()) {
@@ -248,10 +236,7 @@ void FlagSet::Choice(std::string name, std::string* value, std::vector<std::stri
 }
 
 void FlagSet::List(std::string name, std::vector<std::string>* value, std::string value_name, std::string help) {
-  Flag flag;
-  flag.name = std::move(name);
-  flag.value_name = std::move(value_name) + "...";
-  flag.help = std::move(help);
+  Flag flag = NewFlag(std::move(name), absl::StrCat(value_name, "..."), std::move(help));
   flag.is_list = true;
   flag.is_text = true;
   flag.set = [value](const std::vector<std::string>& words) {
@@ -266,10 +251,7 @@ void FlagSet::List(std::string name, std::vector<std::string>* value, std::strin
 }
 
 void FlagSet::PortNumber(std::string name, Port* value, std::string help) {
-  Flag flag;
-  flag.name = std::move(name);
-  flag.value_name = "PORT|off";
-  flag.help = std::move(help);
+  Flag flag = NewFlag(std::move(name), "PORT|off", std::move(help));
   flag.set = [value](const std::vector<std::string>& words) {
     value->reset();
     if (words[0] == "off") return absl::OkStatus();

@@ -88,6 +88,7 @@ class FlagSet {
     std::string default_text;
   };
 
+  static Flag NewFlag(std::string name, std::string value_name, std::string help);
   void Add(Flag flag);
   Flag* Find(const std::string& name);
   const Flag* Find(const std::string& name) const;

@@ -1,0 +1,387 @@
+#include "server/generation_service.h"
+
+#include <algorithm>
+#include <random>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "server/error_details.h"
+#include "server/request_validation.h"
+#include "server/text/field_error.h"
+#include "server/text/json_parser.h"
+
+namespace k3 {
+namespace {
+
+// Text up to this size is encoded on the caller's thread: about a millisecond.
+constexpr size_t kInlineTextBytes = 32 << 10;
+
+size_t ContentBytes(const ChatContent& content) {
+  size_t bytes = 0;
+  for (const ContentPart& part : content.parts) bytes += part.text.size();
+  return bytes;
+}
+
+// Roughly the text that rendering has to read.
+size_t TextBytes(const GenerationRequest& request) {
+  size_t bytes = 0;
+  if (const auto* chat = std::get_if<ChatRequest>(&request.input)) {
+    for (const ChatMessage& message : chat->messages) {
+      bytes += 64 + ContentBytes(message.content) + message.reasoning_content.size() + message.reasoning.size();
+      for (const ToolCall& call : message.tool_calls) {
+        bytes += 256 + (call.arguments_text.has_value() ? call.arguments_text->size() : 0);
+      }
+      bytes += message.tools.items.size() * 1024;
+    }
+    bytes += chat->tools.items.size() * 1024;
+  } else if (const auto* segments = std::get_if<std::vector<PromptSegment>>(&request.input)) {
+    for (const PromptSegment& segment : *segments) {
+      if (const auto* text = std::get_if<std::string>(&segment.part)) bytes += text->size();
+    }
+  }
+  return bytes;
+}
+
+// The renderer's errors name paths below the chat.
+absl::Status WithChatPath(const absl::Status& status) {
+  if (status.code() != absl::StatusCode::kInvalidArgument) return status;
+  const std::string path = FieldErrorPath(status);
+  std::string what(status.message());
+  if (!path.empty() && what.rfind(path + ": ", 0) == 0) what = what.substr(path.size() + 2);
+  return InvalidField(path.empty() ? "chat" : absl::StrCat("chat.", path), what);
+}
+
+absl::Status QueueRefusal(const absl::Status& status, const EngineInterface& engine, bool has_deadline) {
+  const EngineLimits limits = engine.Limits();
+  const EngineLoad load = engine.Load();
+  const bool full = !has_deadline || load.waiting >= limits.max_queue;
+  ErrorDetails details;
+  details.reason = full ? "queue_full" : "deadline_unreachable";
+  details.numbers = {{"waiting", absl::StrCat(load.waiting)},
+                     {"running", absl::StrCat(load.running)},
+                     {"max_queue", absl::StrCat(limits.max_queue)}};
+  details.quotas.push_back({"queue", std::string(status.message())});
+  // Longer queues drain later; clients honour at most two minutes.
+  details.retry_after = absl::Seconds(std::clamp(1 + load.waiting / 32, 1, 60));
+  return WithDetails(status, details);
+}
+
+absl::Status EngineRefusal(const absl::Status& status, const EngineInterface& engine, bool has_deadline) {
+  switch (status.code()) {
+    case absl::StatusCode::kResourceExhausted:
+      return QueueRefusal(status, engine, has_deadline);
+    case absl::StatusCode::kUnavailable:
+      return UnavailableFor("draining", std::string(status.message()), absl::Seconds(1));
+    case absl::StatusCode::kFailedPrecondition: {
+      const EngineLimits limits = engine.Limits();
+      ErrorDetails details;
+      details.reason = "capacity_exceeded";
+      details.numbers = {{"latent_pages", absl::StrCat(limits.latent_pages)},
+                         {"page_size", absl::StrCat(limits.page_size)},
+                         {"state_slots", absl::StrCat(limits.state_slots)}};
+      details.preconditions.push_back({"pools", "k3serve", std::string(status.message())});
+      return WithDetails(status, details);
+    }
+    default:
+      return status;
+  }
+}
+
+}  // namespace
+
+std::string MakeRequestId(const std::string& prefix) {
+  static thread_local std::mt19937_64 generator{std::random_device{}()};
+  return absl::StrFormat("%s%016x%08x", prefix, generator(), static_cast<uint32_t>(generator()));
+}
+
+GenerationService::GenerationService(Options options, ServerHealth* health, Metrics* metrics)
+    : options_(std::move(options)), health_(health), metrics_(metrics), text_pool_(options_.text_threads) {}
+
+GenerationService::~GenerationService() = default;
+
+void GenerationService::Install(std::shared_ptr<const ServedModel> model) {
+  std::lock_guard lock(mutex_);
+  model_ = std::move(model);
+}
+
+std::shared_ptr<const ServedModel> GenerationService::model() const {
+  std::lock_guard lock(mutex_);
+  return model_;
+}
+
+absl::StatusOr<std::shared_ptr<const ServedModel>> GenerationService::ModelFor(const std::string& name) const {
+  std::shared_ptr<const ServedModel> model = this->model();
+  if (model == nullptr) {
+    absl::Status status = health_->Admission();
+    if (status.ok()) status = UnavailableFor("loading", "the model is loading", absl::Seconds(2));
+    return status;
+  }
+  if (name.empty() || std::find(model->names.begin(), model->names.end(), name) != model->names.end()) return model;
+  ErrorDetails details;
+  details.reason = "model_not_found";
+  details.fields.push_back({"model", "names no served model"});
+  details.resource = ErrorDetails::Resource{"model", Excerpt(name)};
+  return WithDetails(absl::NotFoundError(absl::StrCat("the model \"", Excerpt(name), "\" is not served here")),
+                     details);
+}
+
+void GenerationService::RunTextWork(size_t bytes, std::function<void()> work,
+                                    const std::function<void(absl::Status)>& refuse) {
+  if (bytes <= kInlineTextBytes) return work();
+  if (text_pool_.TryPost(std::move(work), options_.max_queued_prompts)) return;
+  ErrorDetails details;
+  details.reason = "queue_full";
+  details.quotas.push_back({"text", "too many large prompts wait to be encoded"});
+  details.retry_after = absl::Seconds(2);
+  refuse(WithDetails(absl::ResourceExhaustedError("too many large prompts wait to be encoded"), details));
+}
+
+// What a request's input becomes: ids, and how its reply is to be read.
+struct GenerationService::Prompt {
+  std::vector<int32_t> ids;
+  bool is_chat = false;
+  OpenChannel open_channel = OpenChannel::kNone;
+  int32_t opening_ids = 0;
+  int32_t history_calls = 0;
+};
+
+absl::StatusOr<GenerationService::Prompt> GenerationService::ChatPromptOf(const ServedModel& model,
+                                                                          const GenerationRequest& request) const {
+  ChatRequest chat = std::get<ChatRequest>(request.input);
+  const RequestedReasoning& reasoning = request.reasoning;
+  chat.options.thinking = reasoning.enabled.value_or(true);
+  if (options_.vendor_strict && !chat.options.thinking) {
+    return InvalidField("reasoning.enabled", "thinking cannot be switched off");
+  }
+  if (reasoning.effort.has_value()) {
+    chat.options.effort = *reasoning.effort;
+  } else if (!options_.default_effort.empty()) {
+    const auto effort = ParseEffort(options_.default_effort, "default-effort");
+    if (!effort.ok()) return effort.status();
+    chat.options.effort = *effort;
+  } else {
+    chat.options.effort = model.renderer->format() == ChatFormat::kXtml ? Effort::kMax : Effort::kNone;
+  }
+  if (!reasoning.keep_history) {
+    for (ChatMessage& message : chat.messages) {
+      message.reasoning.clear();
+      message.reasoning_content.clear();
+    }
+  }
+  if (request.constraint.kind == RequestedConstraint::Kind::kJsonObject) {
+    chat.options.response_format = ResponseFormat::kJsonObject;
+  } else if (request.constraint.kind == RequestedConstraint::Kind::kJsonSchema) {
+    absl::StatusOr<JsonValue> schema = ParseJson(request.constraint.text);
+    if (!schema.ok()) return InvalidField("constraint.json_schema", std::string(schema.status().message()));
+    chat.options.response_format = ResponseFormat::kJsonSchema;
+    chat.options.response_schema = *std::move(schema);
+  }
+  absl::StatusOr<ChatPrompt> rendered = model.renderer->RenderToIds(chat);
+  if (!rendered.ok()) return WithChatPath(rendered.status());
+  Prompt prompt;
+  prompt.ids = std::move(rendered->ids);
+  prompt.is_chat = true;
+  prompt.open_channel = rendered->open_channel;
+  prompt.opening_ids = rendered->opening_ids;
+  prompt.history_calls = rendered->history_calls;
+  return prompt;
+}
+
+absl::StatusOr<GenerationService::Prompt> GenerationService::PromptOf(const ServedModel& model,
+                                                                      const GenerationRequest& request) const {
+  if (std::holds_alternative<ChatRequest>(request.input)) return ChatPromptOf(model, request);
+  Prompt prompt;
+  const int32_t vocab_size = model.engine->Limits().vocab_size;
+  if (const auto* ids = std::get_if<std::vector<uint32_t>>(&request.input)) {
+    if (ids->empty()) return InvalidField("tokens.ids", "must hold at least one token");
+    const absl::Status status = CheckTokenIds(*ids, vocab_size, "tokens.ids");
+    if (!status.ok()) return status;
+    prompt.ids.assign(ids->begin(), ids->end());
+    return prompt;
+  }
+  const auto* segments = std::get_if<std::vector<PromptSegment>>(&request.input);
+  if (segments == nullptr) return InvalidField("input", "one of chat, prompt or tokens is needed");
+  for (size_t i = 0; i < segments->size(); ++i) {
+    const PromptSegment& segment = (*segments)[i];
+    const std::string path = absl::StrCat("prompt.segments[", i, "]");
+    if (const auto* ids = std::get_if<std::vector<uint32_t>>(&segment.part)) {
+      const absl::Status status = CheckTokenIds(*ids, vocab_size, absl::StrCat(path, ".ids.ids"));
+      if (!status.ok()) return status;
+      prompt.ids.insert(prompt.ids.end(), ids->begin(), ids->end());
+      continue;
+    }
+    const absl::Status status =
+        model.tokenizer->Encode(std::get<std::string>(segment.part),
+                                segment.control_tokens ? EncodeMode::kControl : EncodeMode::kOrdinary, &prompt.ids);
+    if (!status.ok()) return InvalidField(absl::StrCat(path, ".text"), std::string(status.message()));
+  }
+  if (prompt.ids.empty()) return InvalidField("prompt", "must hold at least one token");
+  return prompt;
+}
+
+absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::StartNow(GenerationRequest& request,
+                                                                            const CancelFlag& cancelled,
+                                                                            Clock::time_point arrival) {
+  if (cancelled->load()) return absl::CancelledError("the client has gone");
+  absl::Status status = health_->Admission();
+  if (!status.ok()) return status;
+  absl::StatusOr<std::shared_ptr<const ServedModel>> found = ModelFor(request.model);
+  if (!found.ok()) return found.status();
+  const ServedModel& model = **found;
+  if (options_.request_timeout.has_value()) {
+    const Clock::time_point limit = arrival + *options_.request_timeout;
+    request.deadline = request.deadline.has_value() ? std::min(*request.deadline, limit) : limit;
+  }
+  if (request.deadline.has_value() && *request.deadline <= Clock::now()) {
+    return absl::DeadlineExceededError("the deadline had passed before the request was started");
+  }
+  status = CheckImplemented(request);
+  if (!status.ok()) return status;
+  const EngineLimits limits = model.engine->Limits();
+  absl::StatusOr<EffectiveSampling> effective =
+      ResolveSampling(request, model, limits, {.vendor_strict = options_.vendor_strict});
+  if (!effective.ok()) return effective.status();
+  absl::StatusOr<Prompt> prompt = PromptOf(model, request);
+  if (!prompt.ok()) return prompt.status();
+  status = ResolveLength(request, static_cast<int64_t>(prompt->ids.size()), limits, &*effective);
+  if (!status.ok()) return status;
+  return Submit(model, request, *std::move(effective), *std::move(prompt), arrival);
+}
+
+absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(const ServedModel& model,
+                                                                          GenerationRequest& request,
+                                                                          EffectiveSampling effective, Prompt prompt,
+                                                                          Clock::time_point arrival) {
+  const auto prompt_tokens = static_cast<int32_t>(prompt.ids.size());
+  const int32_t num_choices = effective.num_choices;
+  ResponseStream::Options stream_options;
+  stream_options.accepted.request_id = request.request_id;
+  stream_options.accepted.model = model.names.front();
+  stream_options.accepted.weights_version = model.weights_version;
+  stream_options.accepted.prompt_tokens = prompt_tokens;
+  stream_options.accepted.opening_tokens = prompt.opening_ids;
+  stream_options.accepted.effective = effective;
+  stream_options.eos_token_ids = model.eos_token_ids;
+  if (effective.params.prompt_logprobs) stream_options.prompt_tokens = prompt.ids;
+  stream_options.token_ids = request.output.token_ids;
+  stream_options.coalesce_tokens = static_cast<int32_t>(std::min<uint32_t>(request.output.coalesce_tokens, 1 << 20));
+  stream_options.drain_eagerly = !request.stopping.stop.empty() || !request.parallel_tool_calls;
+  ChoiceReaderOptions reader;
+  reader.tokenizer = model.tokenizer;
+  reader.stop_strings = request.stopping.stop;
+  reader.parallel_tool_calls = request.parallel_tool_calls;
+  if (prompt.is_chat) {
+    reader.format = model.renderer->format();
+    reader.open_channel = prompt.open_channel;
+    reader.history_calls = prompt.history_calls;
+  }
+  for (int32_t i = 0; i < num_choices; ++i) stream_options.readers.push_back(MakeChoiceReader(reader));
+  uint64_t key = 0;
+  {
+    std::lock_guard lock(mutex_);
+    key = next_stream_++;
+  }
+  stream_options.lease = std::shared_ptr<void>(this, [this, key](void*) {
+    std::lock_guard lock(mutex_);
+    streams_.erase(key);
+  });
+  auto stream = std::make_shared<ResponseStream>(model.engine, std::move(stream_options));
+  {
+    std::lock_guard lock(mutex_);
+    streams_.emplace(key, stream);
+  }
+
+  auto engine_request = std::make_unique<Request>();
+  engine_request->external_id = request.request_id;
+  engine_request->prompt_tokens = std::move(prompt.ids);
+  engine_request->sampling = std::move(effective.params);
+  engine_request->num_choices = num_choices;
+  engine_request->priority = request.priority;
+  engine_request->session_id = std::move(request.session_id);
+  engine_request->cache_salt = std::move(request.cache.salt);
+  engine_request->bypass_prefix_cache = request.cache.bypass;
+  engine_request->deadline = request.deadline;
+  engine_request->sink = stream;
+  const absl::StatusOr<RequestId> id = model.engine->Submit(std::move(engine_request));
+  if (!id.ok()) return EngineRefusal(id.status(), *model.engine, request.deadline.has_value());
+  stream->SetAccepted(*id, metrics_ == nullptr ? nullptr : metrics_->OnAccepted(prompt_tokens, num_choices, arrival));
+  return stream;
+}
+
+void GenerationService::Start(GenerationRequest request, const CancelFlag& cancelled, StartDone done) {
+  const Clock::time_point arrival = Clock::now();
+  const size_t bytes = TextBytes(request);
+  const auto finish = [this, done = std::move(done)](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
+    if (!stream.ok() && metrics_ != nullptr) metrics_->OnRejected(stream.status().code());
+    done(std::move(stream));
+  };
+  auto shared = std::make_shared<GenerationRequest>(std::move(request));
+  RunTextWork(
+      bytes, [this, shared, cancelled, arrival, finish] { finish(StartNow(*shared, cancelled, arrival)); },
+      [finish](const absl::Status& status) { finish(status); });
+}
+
+void GenerationService::Render(GenerationRequest request, IdsDone done) {
+  const size_t bytes = TextBytes(request);
+  auto shared = std::make_shared<GenerationRequest>(std::move(request));
+  RunTextWork(
+      bytes,
+      [this, shared, done] {
+        const auto model = ModelFor(shared->model);
+        if (!model.ok()) return done(model.status());
+        absl::StatusOr<Prompt> prompt = PromptOf(**model, *shared);
+        if (!prompt.ok()) return done(prompt.status());
+        done(std::move(prompt->ids));
+      },
+      [done](const absl::Status& status) { done(status); });
+}
+
+void GenerationService::Tokenize(std::string model_name, std::string text, bool control_tokens, IdsDone done) {
+  auto shared = std::make_shared<std::string>(std::move(text));
+  RunTextWork(
+      shared->size(),
+      [this, model_name = std::move(model_name), shared, control_tokens, done] {
+        const auto model = ModelFor(model_name);
+        if (!model.ok()) return done(model.status());
+        auto ids = (*model)->tokenizer->Encode(*shared, control_tokens ? EncodeMode::kControl : EncodeMode::kOrdinary);
+        if (!ids.ok()) return done(InvalidField("text", std::string(ids.status().message())));
+        done(std::move(ids));
+      },
+      [done](const absl::Status& status) { done(status); });
+}
+
+absl::StatusOr<std::string> GenerationService::Detokenize(const std::string& model_name,
+                                                          const std::vector<uint32_t>& ids,
+                                                          bool skip_control_tokens) const {
+  const auto model = ModelFor(model_name);
+  if (!model.ok()) return model.status();
+  const Tokenizer& tokenizer = *(*model)->tokenizer;
+  const absl::Status status = CheckTokenIds(ids, tokenizer.vocab_size(), "token_ids");
+  if (!status.ok()) return status;
+  std::vector<int32_t> kept;
+  kept.reserve(ids.size());
+  for (const uint32_t id : ids) {
+    const auto token = static_cast<int32_t>(id);
+    if (!skip_control_tokens || !tokenizer.IsSpecial(token)) kept.push_back(token);
+  }
+  return tokenizer.Decode(kept);
+}
+
+size_t GenerationService::active() const {
+  std::lock_guard lock(mutex_);
+  return streams_.size();
+}
+
+void GenerationService::AbortAll(const absl::Status& status) {
+  std::vector<std::shared_ptr<ResponseStream>> streams;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [key, weak] : streams_) {
+      if (auto stream = weak.lock()) streams.push_back(std::move(stream));
+    }
+  }
+  for (const auto& stream : streams) stream->Abort(status);
+}
+
+}  // namespace k3

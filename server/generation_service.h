@@ -1,0 +1,101 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/generation_request.h"
+#include "server/health.h"
+#include "server/metrics.h"
+#include "server/response_stream.h"
+#include "server/served_model.h"
+#include "server/worker_pool.h"
+
+namespace k3 {
+
+// `prefix` and 24 random hex digits.
+std::string MakeRequestId(const std::string& prefix);
+
+// The one path from a client's wish to the engine: both front ends call it, so that no feature exists on one side only.
+// It checks all that a client can get wrong, fills in the model's and the server's defaults, turns chat and text into
+// token ids and opens a ResponseStream. Thread-safe.
+//
+// Errors carry ErrorDetails with paths as in GenerationSpec: INVALID_ARGUMENT, NOT_FOUND (model), FAILED_PRECONDITION
+// (never fits the pools), RESOURCE_EXHAUSTED (queue full, deadline out of reach), UNAVAILABLE (loading, draining),
+// UNIMPLEMENTED, DEADLINE_EXCEEDED (already passed).
+class GenerationService {
+ public:
+  struct Options {
+    std::string default_effort;  // low, high, max, none; empty: the model's own
+    std::optional<Clock::duration> request_timeout;
+    bool vendor_strict = false;
+    int text_threads = 2;             // encode large prompts
+    size_t max_queued_prompts = 256;  // large prompts waiting for them
+  };
+
+  // Set by the front end when its client goes away before the stream exists; work not yet begun is then skipped.
+  using CancelFlag = std::shared_ptr<std::atomic<bool>>;
+  using StartDone = std::function<void(absl::StatusOr<std::shared_ptr<ResponseStream>>)>;
+
+  // `health` must outlive the service; `metrics` too, and may be null. Streams and the engine end before the service.
+  GenerationService(Options options, ServerHealth* health, Metrics* metrics);
+  ~GenerationService();
+
+  // The model is loaded. Before, every call is UNAVAILABLE.
+  void Install(std::shared_ptr<const ServedModel> model);
+  // Null while loading.
+  std::shared_ptr<const ServedModel> model() const;
+
+  // Calls `done` exactly once: on this thread for a small prompt, else on a text thread. The stream then gets exactly
+  // one final event, whatever happens.
+  void Start(GenerationRequest request, const CancelFlag& cancelled, StartDone done);
+
+  // Text work without a run. `done` as for Start.
+  using IdsDone = std::function<void(absl::StatusOr<std::vector<int32_t>>)>;
+  // Prompt ids of a request: exactly those that Start would run. Only model, input, reasoning and constraint count.
+  void Render(GenerationRequest request, IdsDone done);
+  void Tokenize(std::string model, std::string text, bool control_tokens, IdsDone done);
+  // The bytes of the ids. INVALID_ARGUMENT names an id outside the vocabulary.
+  absl::StatusOr<std::string> Detokenize(const std::string& model, const std::vector<uint32_t>& ids,
+                                         bool skip_control_tokens) const;
+
+  // Requests accepted whose final event is not yet taken.
+  size_t active() const;
+  // Ends all of them with this status.
+  void AbortAll(const absl::Status& status);
+
+ private:
+  struct Prompt;
+
+  absl::StatusOr<std::shared_ptr<const ServedModel>> ModelFor(const std::string& name) const;
+  absl::StatusOr<Prompt> PromptOf(const ServedModel& model, const GenerationRequest& request) const;
+  absl::StatusOr<Prompt> ChatPromptOf(const ServedModel& model, const GenerationRequest& request) const;
+  absl::StatusOr<std::shared_ptr<ResponseStream>> StartNow(GenerationRequest& request, const CancelFlag& cancelled,
+                                                           Clock::time_point arrival);
+  absl::StatusOr<std::shared_ptr<ResponseStream>> Submit(const ServedModel& model, GenerationRequest& request,
+                                                         EffectiveSampling effective, Prompt prompt,
+                                                         Clock::time_point arrival);
+  // Runs `work` here, or on a text thread when `bytes` of text would hold this thread up.
+  void RunTextWork(size_t bytes, std::function<void()> work, const std::function<void(absl::Status)>& refuse);
+
+  const Options options_;
+  ServerHealth* const health_;
+  Metrics* const metrics_;
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<const ServedModel> model_;                             // guarded by mutex_, as the next two
+  std::unordered_map<uint64_t, std::weak_ptr<ResponseStream>> streams_;  // accepted, final event not yet taken
+  uint64_t next_stream_ = 0;
+
+  WorkerPool text_pool_;  // ends first: its tasks use all of the above
+};
+
+}  // namespace k3

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <grpcpp/support/server_callback.h>
+
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "engine/request.h"
+#include "server/api_keys.h"
+
+// What every RPC does with its context.
+namespace k3 {
+
+absl::Status Authorize(const ApiKeys& keys, const grpc::CallbackServerContext& context);
+
+// The caller's x-request-id where it is usable (printable ASCII, at most 128 characters), else a new one.
+std::string RequestIdOf(const grpc::CallbackServerContext& context);
+
+// The caller's deadline on the engine's clock; nullopt when it set none.
+std::optional<Clock::time_point> DeadlineOf(const grpc::CallbackServerContext& context);
+
+// Finishes a unary call with a translated status and, where a retry makes sense, the push-back trailer.
+void FinishUnary(grpc::CallbackServerContext* context, grpc::ServerUnaryReactor* reactor, const absl::Status& status);
+
+}  // namespace k3

@@ -1,0 +1,463 @@
+#include "server/grpc_generation.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "k3serve/inference/v1/generation_service.grpc.pb.h"
+#include "server/api_keys.h"
+#include "server/error_details.h"
+#include "server/generation_service.h"
+#include "server/grpc_call.h"
+#include "server/grpc_convert.h"
+#include "server/grpc_status.h"
+#include "server/version.h"
+#include "server/worker_pool.h"
+
+namespace k3 {
+namespace {
+
+constexpr char kSpecPrefix[] = "spec.";
+
+void AddInitialMetadata(grpc::CallbackServerContext* context, const AcceptedEvent& accepted) {
+  context->AddInitialMetadata("x-request-id", accepted.request_id);
+  context->AddInitialMetadata("k3serve-version", kVersion);
+  context->AddInitialMetadata("k3serve-weights-version", accepted.weights_version);
+}
+
+void AddUsageTrailers(grpc::CallbackServerContext* context, const RequestUsage& usage) {
+  const auto ms = [](double seconds) { return absl::StrFormat("%.3f", seconds * 1000); };
+  context->AddTrailingMetadata("k3serve-queue-ms", ms(usage.queue_seconds));
+  context->AddTrailingMetadata("k3serve-prefill-ms", ms(usage.prefill_seconds));
+  context->AddTrailingMetadata("k3serve-decode-ms", ms(usage.decode_seconds));
+  context->AddTrailingMetadata("k3serve-prompt-tokens", absl::StrCat(usage.prompt_tokens));
+  context->AddTrailingMetadata("k3serve-cached-tokens", absl::StrCat(usage.cached_tokens));
+  context->AddTrailingMetadata("k3serve-completion-tokens", absl::StrCat(usage.completion_tokens));
+}
+
+// A status with its trailers. Nothing goes into initial metadata, so that the client library may still retry.
+grpc::Status Refusal(grpc::CallbackServerContext* context, const absl::Status& status, const std::string& request_id) {
+  context->AddTrailingMetadata("x-request-id", request_id);
+  const std::string pushback = RetryPushback(status);
+  if (!pushback.empty()) context->AddTrailingMetadata("grpc-retry-pushback-ms", pushback);
+  return ToGrpcStatus(status, request_id, kSpecPrefix);
+}
+
+// What unary and streaming calls share: starting the request, and draining its stream on one thread at a time.
+//
+// Lifetime: gRPC reactors end with OnDone, the engine's notifications may come later; so a call is held by itself until
+// OnDone, and by whoever drains it.
+class Call : public std::enable_shared_from_this<Call> {
+ public:
+  Call(GenerationService* generation, WorkerPool* pump, grpc::CallbackServerContext* context)
+      : generation_(generation),
+        pump_(pump),
+        context_(context),
+        cancelled_(std::make_shared<std::atomic<bool>>(false)) {}
+  virtual ~Call() = default;
+
+  // Ends a stream whose write has not ended for this long.
+  virtual void EndIfStalled(Clock::duration limit) = 0;
+
+ protected:
+  void Begin(const ApiKeys& keys, const pb::GenerationSpec& spec) {
+    self_ = shared_from_this();
+    request_id_ = RequestIdOf(*context_);
+    absl::Status status = Authorize(keys, *context_);
+    if (!status.ok()) return OnStarted(status);
+    absl::StatusOr<GenerationRequest> request = FromProto(spec);
+    if (!request.ok()) return OnStarted(request.status());
+    request->request_id = request_id_;
+    request->deadline = DeadlineOf(*context_);
+    generation_->Start(*std::move(request), cancelled_,
+                       [self = shared_from_this()](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
+                         self->OnStarted(std::move(stream));
+                       });
+  }
+
+  void OnStarted(absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
+    if (!stream.ok()) {
+      if (ClaimFinish()) SendFinish(Refusal(context_, stream.status(), request_id_));
+      return;
+    }
+    {
+      std::lock_guard lock(mutex_);
+      stream_ = *stream;
+    }
+    if (cancelled_->load()) (*stream)->Cancel();
+    (*stream)->SetNotify([weak = weak_from_this()] {
+      if (const auto self = weak.lock()) self->OnEvents();
+    });
+  }
+
+  // Any thread, mostly the engine's: work goes to the pump.
+  void OnEvents() {
+    if (!WantsEvents()) return;
+    pump_->Post([self = shared_from_this()] { self->Drive(); });
+  }
+
+  // Drains the stream and sends what can be sent, on one thread at a time.
+  void Drive() {
+    std::shared_ptr<ResponseStream> stream;
+    {
+      std::lock_guard lock(mutex_);
+      if (driving_) {
+        drive_again_ = true;
+        return;
+      }
+      if (stream_ == nullptr) return;
+      driving_ = true;
+      stream = stream_;
+    }
+    while (true) {
+      stream->Drain();
+      Send(stream.get());
+      std::lock_guard lock(mutex_);
+      if (!std::exchange(drive_again_, false)) {
+        driving_ = false;
+        return;
+      }
+    }
+  }
+
+  // The client has gone: the engine hears of it before this returns.
+  void CancelRequest() {
+    cancelled_->store(true);
+    std::shared_ptr<ResponseStream> stream;
+    {
+      std::lock_guard lock(mutex_);
+      stream = stream_;
+    }
+    if (stream != nullptr) stream->Cancel();
+  }
+
+  // At most one write is in flight, and nothing is begun after the call was finished: whoever wants to do either claims
+  // it first.
+  bool ClaimWrite() {
+    std::lock_guard lock(op_mutex_);
+    if (writing_ || finished_) return false;
+    writing_ = true;
+    write_start_ = Clock::now();
+    return true;
+  }
+  // The write has ended, or was not begun. True when the call was cancelled meanwhile and the caller must finish it.
+  bool ReleaseWrite() {
+    std::lock_guard lock(op_mutex_);
+    writing_ = false;
+    return cancelled_->load() && !std::exchange(finished_, true);
+  }
+  // The claimed write becomes the end of the call.
+  void FinishInsteadOfWrite() {
+    std::lock_guard lock(op_mutex_);
+    finished_ = true;
+  }
+  // False also while a write is in flight: its end will finish a cancelled call.
+  bool ClaimFinish() {
+    std::lock_guard lock(op_mutex_);
+    return !writing_ && !std::exchange(finished_, true);
+  }
+  bool ClaimFinishOfStalled(Clock::duration limit) {
+    std::lock_guard lock(op_mutex_);
+    return writing_ && Clock::now() - write_start_ >= limit && !std::exchange(finished_, true);
+  }
+  bool writing() {
+    std::lock_guard lock(op_mutex_);
+    return writing_;
+  }
+
+  // gRPC is done with the reactor.
+  void Release() {
+    CancelRequest();
+    self_.reset();
+  }
+
+  virtual void SendFinish(const grpc::Status& status) = 0;
+  virtual bool WantsEvents() = 0;
+  virtual void Send(ResponseStream* stream) = 0;
+
+  GenerationService* const generation_;
+  WorkerPool* const pump_;
+  grpc::CallbackServerContext* const context_;
+  const GenerationService::CancelFlag cancelled_;
+  std::string request_id_;
+
+ private:
+  std::shared_ptr<Call> self_;
+  std::mutex op_mutex_;
+  bool writing_ = false;  // guarded by op_mutex_, as the next two
+  bool finished_ = false;
+  Clock::time_point write_start_;
+  std::mutex mutex_;
+  std::shared_ptr<ResponseStream> stream_;  // guarded by mutex_, as all below
+  bool driving_ = false;
+  bool drive_again_ = false;
+};
+
+// Calls that the stall sweeper looks at.
+class CallList {
+ public:
+  void Add(const std::shared_ptr<Call>& call) {
+    std::lock_guard lock(mutex_);
+    calls_[call.get()] = call;
+  }
+  void Remove(Call* call) {
+    std::lock_guard lock(mutex_);
+    calls_.erase(call);
+  }
+  std::vector<std::shared_ptr<Call>> All() {
+    std::vector<std::shared_ptr<Call>> all;
+    std::lock_guard lock(mutex_);
+    for (const auto& [call, weak] : calls_) {
+      if (auto held = weak.lock()) all.push_back(std::move(held));
+    }
+    return all;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<Call*, std::weak_ptr<Call>> calls_;  // guarded by mutex_
+};
+
+class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::StreamGenerateResponse> {
+ public:
+  using Call::Call;
+
+  static grpc::ServerWriteReactor<pb::StreamGenerateResponse>* Start(GenerationService* generation, WorkerPool* pump,
+                                                                     CallList* list, const ApiKeys& keys,
+                                                                     grpc::CallbackServerContext* context,
+                                                                     const pb::StreamGenerateRequest& request) {
+    auto call = std::make_shared<StreamCall>(generation, pump, context);
+    call->list_ = list;
+    list->Add(call);
+    call->Begin(keys, request.spec());
+    return call.get();
+  }
+
+  void EndIfStalled(Clock::duration limit) override {
+    if (!ClaimFinishOfStalled(limit)) return;
+    CancelRequest();
+    ErrorDetails details;
+    details.reason = "slow_reader";
+    const double seconds = std::chrono::duration<double>(limit).count();
+    const absl::Status status =
+        absl::ResourceExhaustedError(absl::StrFormat("the reader took nothing for %g s", seconds));
+    // The trailers leave behind the message that waits, should the reader go on.
+    Finish(ToGrpcStatus(WithDetails(status, details), request_id_));
+  }
+
+ private:
+  // While a write is in flight its end will drain, unless the text must be watched for a stop.
+  bool WantsEvents() override { return eager_.load() || !writing(); }
+
+  void Send(ResponseStream* stream) override {
+    eager_.store(stream->drain_eagerly());
+    if (!ClaimWrite()) return;
+    StreamEvent event;
+    if (!stream->Next(&event)) {
+      if (ReleaseWrite()) Finish(grpc::Status::CANCELLED);
+      return;
+    }
+    if (auto* finish = std::get_if<FinishedEvent>(&event)) {
+      FinishInsteadOfWrite();
+      AddUsageTrailers(context_, finish->usage);
+      if (!finish->status.ok()) {
+        Finish(Refusal(context_, finish->status, request_id_));
+      } else {
+        response_.Clear();
+        ToProto(*finish, response_.mutable_usage());
+        StartWriteAndFinish(&response_, grpc::WriteOptions(), grpc::Status::OK);
+      }
+      return;
+    }
+    Fill(std::move(event));
+    grpc::WriteOptions options;
+    if (stream->Ready()) options.set_buffer_hint();  // more follows at once: let it share the packet
+    StartWrite(&response_, options);
+  }
+
+  void Fill(StreamEvent&& event) {
+    response_.Clear();
+    if (auto* accepted = std::get_if<AcceptedEvent>(&event)) {
+      AddInitialMetadata(context_, *accepted);
+      ToProto(*accepted, response_.mutable_accepted());
+    } else if (auto* prefill = std::get_if<PrefillEvent>(&event)) {
+      response_.mutable_prefill()->set_done(static_cast<uint32_t>(prefill->done));
+      response_.mutable_prefill()->set_total(static_cast<uint32_t>(prefill->total));
+    } else if (auto* prompt = std::get_if<PromptLogprobsEvent>(&event)) {
+      ToProto(prompt->rows, response_.mutable_prompt_logprobs());
+    } else if (auto* delta = std::get_if<DeltaEvent>(&event)) {
+      ToProto(std::move(*delta), response_.mutable_delta());
+    } else if (auto* call = std::get_if<ToolCallEvent>(&event)) {
+      ToProto(std::move(*call), response_.mutable_tool_call());
+    } else {
+      ToProto(std::get<ChoiceFinishedEvent>(event), response_.mutable_finished());
+    }
+  }
+
+  void SendFinish(const grpc::Status& status) override { Finish(status); }
+
+  void OnWriteDone(bool ok) override {
+    if (!ok) CancelRequest();
+    if (ReleaseWrite()) return Finish(grpc::Status::CANCELLED);
+    Drive();
+  }
+
+  void OnCancel() override {
+    CancelRequest();
+    if (ClaimFinish()) Finish(grpc::Status::CANCELLED);
+  }
+
+  void OnDone() override {
+    list_->Remove(this);
+    Release();
+  }
+
+  CallList* list_ = nullptr;
+  pb::StreamGenerateResponse response_;  // belongs to the claimed write
+  std::atomic<bool> eager_{false};
+};
+
+class UnaryCall final : public Call, public grpc::ServerUnaryReactor {
+ public:
+  using Call::Call;
+
+  static grpc::ServerUnaryReactor* Start(GenerationService* generation, WorkerPool* pump, const ApiKeys& keys,
+                                         grpc::CallbackServerContext* context, const pb::GenerateRequest& request,
+                                         pb::GenerateResponse* response) {
+    auto call = std::make_shared<UnaryCall>(generation, pump, context);
+    call->response_ = response;
+    call->Begin(keys, request.spec());
+    return call.get();
+  }
+
+ private:
+  bool WantsEvents() override { return true; }
+
+  void Send(ResponseStream* stream) override {
+    StreamEvent event;
+    while (stream->Next(&event)) Collect(std::move(event));
+  }
+
+  void EndIfStalled(Clock::duration) override {}
+
+  pb::Choice* ChoiceAt(int32_t index) {
+    while (reply_.choices_size() <= index) {
+      pb::Choice* choice = reply_.add_choices();
+      choice->set_index(static_cast<uint32_t>(reply_.choices_size() - 1));
+    }
+    return reply_.mutable_choices(index);
+  }
+
+  void Collect(StreamEvent&& event) {
+    if (auto* accepted = std::get_if<AcceptedEvent>(&event)) {
+      accepted_ = *accepted;
+      ToProto(*accepted, reply_.mutable_accepted());
+    } else if (auto* prompt = std::get_if<PromptLogprobsEvent>(&event)) {
+      ToProto(prompt->rows, reply_.mutable_prompt_logprobs());
+    } else if (auto* delta = std::get_if<DeltaEvent>(&event)) {
+      pb::Choice* choice = ChoiceAt(delta->choice);
+      if (delta->channel == OutputChannel::kReasoning) {
+        choice->mutable_reasoning()->append(delta->text);
+      } else {
+        choice->mutable_content()->append(delta->text);
+      }
+      choice->mutable_token_ids()->Add(delta->token_ids.begin(), delta->token_ids.end());
+      if (!delta->logprobs.token_ids.empty()) ToProto(delta->logprobs, choice->mutable_logprobs());
+      choice->mutable_undecoded()->append(delta->undecoded);
+    } else if (auto* piece = std::get_if<ToolCallEvent>(&event)) {
+      pb::Choice* choice = ChoiceAt(piece->choice);
+      while (choice->tool_calls_size() <= piece->index) choice->add_tool_calls();
+      pb::ToolCall* call = choice->mutable_tool_calls(piece->index);
+      call->mutable_id()->append(piece->id);
+      call->mutable_name()->append(piece->name);
+      call->mutable_arguments()->append(piece->arguments);
+    } else if (auto* finished = std::get_if<ChoiceFinishedEvent>(&event)) {
+      ToProto(*finished, ChoiceAt(finished->choice)->mutable_finished());
+    } else if (auto* finish = std::get_if<FinishedEvent>(&event)) {
+      if (!ClaimFinish()) return;
+      AddUsageTrailers(context_, finish->usage);
+      if (!finish->status.ok()) return Finish(Refusal(context_, finish->status, request_id_));
+      AddInitialMetadata(context_, accepted_);
+      ToProto(*finish, reply_.mutable_usage());
+      response_->Swap(&reply_);
+      Finish(grpc::Status::OK);
+    }
+  }
+
+  void SendFinish(const grpc::Status& status) override { Finish(status); }
+
+  void OnCancel() override {
+    CancelRequest();
+    if (ClaimFinish()) Finish(grpc::Status::CANCELLED);
+  }
+
+  void OnDone() override { Release(); }
+
+  pb::GenerateResponse* response_ = nullptr;  // gRPC's; touched by whoever has claimed the finish
+  pb::GenerateResponse reply_;
+  AcceptedEvent accepted_;
+};
+
+class GrpcGenerationService final : public pb::GenerationService::CallbackService {
+ public:
+  GrpcGenerationService(k3::GenerationService* generation, const ApiKeys* keys, const GrpcGenerationOptions& options)
+      : generation_(generation), keys_(keys), options_(options), pump_(options.pump_threads) {
+    sweeper_ = std::thread([this] { Sweep(); });
+  }
+
+  ~GrpcGenerationService() override {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    sweeper_.join();
+  }
+
+  grpc::ServerUnaryReactor* Generate(grpc::CallbackServerContext* context, const pb::GenerateRequest* request,
+                                     pb::GenerateResponse* response) override {
+    return UnaryCall::Start(generation_, &pump_, *keys_, context, *request, response);
+  }
+
+  grpc::ServerWriteReactor<pb::StreamGenerateResponse>* StreamGenerate(
+      grpc::CallbackServerContext* context, const pb::StreamGenerateRequest* request) override {
+    return StreamCall::Start(generation_, &pump_, &calls_, *keys_, context, *request);
+  }
+
+ private:
+  void Sweep() {
+    std::unique_lock lock(mutex_);
+    const auto interval = std::min<std::chrono::milliseconds>(options_.write_stall_limit / 4, std::chrono::seconds(1));
+    while (!stopping_) {
+      wake_.wait_for(lock, interval);
+      lock.unlock();
+      for (const auto& call : calls_.All()) call->EndIfStalled(options_.write_stall_limit);
+      lock.lock();
+    }
+  }
+
+  k3::GenerationService* const generation_;
+  const ApiKeys* const keys_;
+  const GrpcGenerationOptions options_;
+  CallList calls_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool stopping_ = false;  // guarded by mutex_
+  std::thread sweeper_;
+  WorkerPool pump_;  // ends first: its tasks use all of the above
+};
+
+}  // namespace
+
+std::unique_ptr<grpc::Service> MakeGrpcGenerationService(GenerationService* generation, const ApiKeys* keys,
+                                                         const GrpcGenerationOptions& options) {
+  return std::make_unique<GrpcGenerationService>(generation, keys, options);
+}
+
+}  // namespace k3

@@ -1,0 +1,132 @@
+#include "server/grpc_server.h"
+
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
+
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "server/grpc_generation.h"
+#include "server/grpc_health.h"
+#include "server/grpc_reflection.h"
+
+namespace k3 {
+namespace {
+
+constexpr char kPackage[] = "k3serve.inference.v1.";
+constexpr char kHealth[] = "grpc.health.v1.Health";
+
+// An IPv6 address needs brackets before a port.
+std::string Address(const std::string& host, int port) {
+  return absl::StrContains(host, ':') && host[0] != '[' ? absl::StrCat("[", host, "]:", port)
+                                                        : absl::StrCat(host, ":", port);
+}
+
+std::shared_ptr<grpc::ServerCredentials> Credentials(const GrpcServerOptions& options) {
+  if (options.tls_cert.empty()) return grpc::InsecureServerCredentials();
+  grpc::SslServerCredentialsOptions tls(options.tls_client_ca.empty()
+                                            ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
+                                            : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+  tls.pem_root_certs = options.tls_client_ca;
+  tls.pem_key_cert_pairs.push_back({options.tls_key, options.tls_cert});
+  return grpc::SslServerCredentials(tls);
+}
+
+void SetTransport(grpc::ServerBuilder& builder, const GrpcServerOptions& options) {
+  const auto bytes = static_cast<int>(options.max_message_mib << 20);
+  builder.SetMaxReceiveMessageSize(bytes);
+  builder.SetMaxSendMessageSize(bytes);
+  // Another process on the same port is an error here, not a way to share load.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  // Clients may ping every 10 s; half of it leaves room for late and early pings.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(options.max_concurrent_streams));
+}
+
+// One listener and its services, which live as long as the server does.
+struct Listener {
+  std::vector<std::unique_ptr<grpc::Service>> services;
+  std::unique_ptr<grpc::Server> server;
+  int port = 0;
+};
+
+absl::Status Listen(const GrpcServerOptions& options, int port, ServerHealth* health, std::vector<std::string> names,
+                    Listener* listener) {
+  listener->services.push_back(MakeHealthService(health, names));
+  names.push_back(kHealth);
+  names.push_back("grpc.reflection.v1.ServerReflection");
+  names.push_back("grpc.reflection.v1alpha.ServerReflection");
+  listener->services.push_back(MakeReflectionV1(names));
+  listener->services.push_back(MakeReflectionV1Alpha(names));
+  grpc::ServerBuilder builder;
+  SetTransport(builder, options);
+  const std::string address = Address(options.host, port);
+  builder.AddListeningPort(address, Credentials(options), &listener->port);
+  for (const auto& service : listener->services) builder.RegisterService(service.get());
+  listener->server = builder.BuildAndStart();
+  if (listener->server == nullptr || listener->port == 0) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot listen on ", address, " for gRPC",
+                     options.tls_cert.empty() ? "" : " (or the TLS files do not fit together)"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+struct GrpcServer::Impl {
+  Listener main;
+  Listener admin;
+};
+
+GrpcServer::GrpcServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+GrpcServer::~GrpcServer() { Shutdown(std::chrono::milliseconds(0)); }
+
+absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOptions& options,
+                                                              GenerationService* generation, ServerHealth* health,
+                                                              const ApiKeys* keys, AdminActions actions) {
+  auto impl = std::make_unique<Impl>();
+  const auto name = [](const char* service) { return absl::StrCat(kPackage, service); };
+  if (options.port.has_value()) {
+    GrpcGenerationOptions generation_options;
+    generation_options.write_stall_limit = options.write_stall_limit;
+    generation_options.pump_threads = options.pump_threads;
+    impl->main.services.push_back(MakeGrpcGenerationService(generation, keys, generation_options));
+    impl->main.services.push_back(MakeGrpcTokenizerService(generation, keys));
+    impl->main.services.push_back(
+        MakeGrpcModelService(generation, health, keys, {options.max_message_mib, options.default_effort}));
+    const absl::Status status =
+        Listen(options, *options.port, health,
+               {name("GenerationService"), name("TokenizerService"), name("ModelService")}, &impl->main);
+    if (!status.ok()) return status;
+  }
+  if (options.admin_port.has_value()) {
+    impl->admin.services.push_back(MakeGrpcAdminService(generation, keys, std::move(actions)));
+    const absl::Status status = Listen(options, *options.admin_port, health, {name("AdminService")}, &impl->admin);
+    if (!status.ok()) return status;
+  }
+  return std::unique_ptr<GrpcServer>(new GrpcServer(std::move(impl)));
+}
+
+int GrpcServer::port() const { return impl_->main.port; }
+int GrpcServer::admin_port() const { return impl_->admin.port; }
+
+void GrpcServer::Shutdown(std::chrono::milliseconds grace) {
+  const auto deadline = std::chrono::system_clock::now() + grace;
+  for (Listener* listener : {&impl_->main, &impl_->admin}) {
+    if (listener->server == nullptr) continue;
+    listener->server->Shutdown(deadline);
+    listener->server->Wait();
+    listener->server.reset();
+  }
+}
+
+}  // namespace k3
