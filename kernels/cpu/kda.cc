@@ -14,9 +14,9 @@ namespace {
 
 // One function lays out the scratch and thereby says its size.
 struct KdaScratch {
-  float *q, *k, *v, *exp_decay, *o;  // [T, H, d] each
-  float* beta;                       // [T, H]
-  float* taps;                       // [W, 3 * H * d]
+  float *q, *k, *v, *decay_base, *decay_delta, *o;  // [T, H, d] each
+  float* beta;                                      // [T, H]
+  float* taps;                                      // [W, 3 * H * d]
   size_t bytes;
 
   KdaScratch(void* base, int64_t tokens, int64_t heads, int64_t head_dim, int64_t conv_width) {
@@ -25,7 +25,7 @@ struct KdaScratch {
       pointer = base != nullptr ? reinterpret_cast<float*>(static_cast<char*>(base) + offset) : nullptr;
       offset += (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
     };
-    for (float** part : {&q, &k, &v, &exp_decay, &o}) take(*part, tokens * heads * head_dim);
+    for (float** part : {&q, &k, &v, &decay_base, &decay_delta, &o}) take(*part, tokens * heads * head_dim);
     take(beta, tokens * heads);
     take(taps, conv_width * 3 * heads * head_dim);
     bytes = offset;
@@ -111,7 +111,8 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
       args.q = s.q + i * d;
       args.k = s.k + i * d;
       args.v = s.v + i * d;
-      args.exp_decay = s.exp_decay + i * d;
+      args.decay_base = s.decay_base + i * d;
+      args.decay_delta = s.decay_delta + i * d;
       kernels_.kda_prepare(args);
       kernels_.sigmoid(p.beta.as<float>() + t * p.beta.ld + h, 1, s.beta + i);
     }
@@ -154,7 +155,8 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
       const int64_t i = t * heads + h;
       args.q = s.q + i * d;
       args.k = s.k + i * d;
-      args.exp_decay = s.exp_decay + i * d;
+      args.decay_base = s.decay_base + i * d;
+      args.decay_delta = s.decay_delta + i * d;
       args.v = s.v + i * d + column;
       args.beta = s.beta[i];
       args.o = s.o + i * d + column;

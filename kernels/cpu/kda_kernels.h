@@ -35,8 +35,9 @@ inline void KdaPrepare(const KdaPrepareArgs& a) {
     const F32x16 z = Add(Load(a.decay + i, c), Load(a.dt_bias + i, c));
     const F32x16 g = a.gate_kind == KdaGate::kBounded ? Mul(Set(a.lower_bound), Sigmoid(Mul(rate, z)))
                                                       : Sub(Zero(), Mul(rate, Softplus(z)));
-    if (a.log_decay != nullptr) Store(a.log_decay + i, g, c);
-    Store(a.exp_decay + i, Exp(g), c);
+    const F32x16 slow = Set(-0.5f);
+    Store(a.decay_base + i, SelectLess(slow, g, Set(1.0f), Zero()), c);
+    Store(a.decay_delta + i, SelectLess(slow, g, ExpMinus1(g), Exp(g)), c);
   }
 }
 
@@ -51,6 +52,11 @@ struct Bf16State {
   static void StoreRow(uint16_t* p, F32x16 x, int64_t c) { StoreBf16(p, x, c); }
 };
 
+// k times its channel's decay.
+inline F32x16 DecayedKey(const KdaStepArgs& a, int i) {
+  return Set(__builtin_fmaf(a.k[i], a.decay_delta[i], a.k[i] * a.decay_base[i]));
+}
+
 // The decayed prediction is formed as S^T (exp(g) * k), so that the state is read twice and written once per token.
 // Rows of the state go to two accumulators, even and odd, to shorten the chains. A BF16 state is rounded after every
 // token, whatever the chunk; the output reads the unrounded sum.
@@ -64,14 +70,14 @@ void KdaStepColumns(const KdaStepArgs& a, int64_t column, int64_t last_lanes) {
   const Element* row = state;
   int i = 0;
   for (; i + 2 <= a.head_dim; i += 2, row += 2 * a.row_stride) {
-    const F32x16 k0 = Set(a.k[i] * a.exp_decay[i]), k1 = Set(a.k[i + 1] * a.exp_decay[i + 1]);
+    const F32x16 k0 = DecayedKey(a, i), k1 = DecayedKey(a, i + 1);
     for (int v = 0; v < NV; ++v) {
       even[v] = Fma(k0, State::LoadRow(row + 16 * v, lanes(v)), even[v]);
       odd[v] = Fma(k1, State::LoadRow(row + a.row_stride + 16 * v, lanes(v)), odd[v]);
     }
   }
   if (i < a.head_dim) {
-    const F32x16 k0 = Set(a.k[i] * a.exp_decay[i]);
+    const F32x16 k0 = DecayedKey(a, i);
     for (int v = 0; v < NV; ++v) even[v] = Fma(k0, State::LoadRow(row + 16 * v, lanes(v)), even[v]);
   }
   F32x16 u[NV];
@@ -82,10 +88,11 @@ void KdaStepColumns(const KdaStepArgs& a, int64_t column, int64_t last_lanes) {
   }
   Element* out_row = state;
   for (i = 0; i < a.head_dim; ++i, out_row += a.row_stride) {
-    const F32x16 decay = Set(a.exp_decay[i]), k = Set(a.k[i]), q = Set(a.q[i]);
+    const F32x16 base = Set(a.decay_base[i]), delta = Set(a.decay_delta[i]), k = Set(a.k[i]), q = Set(a.q[i]);
     F32x16* o = i % 2 == 0 ? even : odd;
     for (int v = 0; v < NV; ++v) {
-      const F32x16 s = Fma(k, u[v], Mul(decay, State::LoadRow(out_row + 16 * v, lanes(v))));
+      const F32x16 before = State::LoadRow(out_row + 16 * v, lanes(v));
+      const F32x16 s = Fma(k, u[v], Fma(delta, before, Mul(base, before)));
       State::StoreRow(out_row + 16 * v, s, lanes(v));
       o[v] = Fma(q, s, o[v]);
     }

@@ -25,11 +25,13 @@ struct KdaPrepareArgs {
   float a_log = 0;
   KdaGate gate_kind = KdaGate::kBounded;
   float lower_bound = 0;
-  float* q = nullptr;          // [d] out: l2-normalised, times d^-0.5
-  float* k = nullptr;          // [d] out: l2-normalised
-  float* v = nullptr;          // [d] out
-  float* log_decay = nullptr;  // [d] out: g; may be null
-  float* exp_decay = nullptr;  // [d] out: exp(g)
+  float* q = nullptr;  // [d] out: l2-normalised, times d^-0.5
+  float* k = nullptr;  // [d] out: l2-normalised
+  float* v = nullptr;  // [d] out
+  // exp(g) = base + delta: base 1 and delta exp(g) - 1 for slow decay, base 0 and delta exp(g) for fast. A rounded
+  // exp(g) near 1 would be off in the same direction at every token of a long memory.
+  float* decay_base = nullptr;   // [d] out
+  float* decay_delta = nullptr;  // [d] out
 };
 
 // One token of one head through the recurrence, columns [0, columns) of the state.
@@ -38,11 +40,12 @@ struct KdaStepArgs {
   int columns = 0;        // <= kKdaSlice
   void* state = nullptr;  // [K][row_stride], first column of the slice
   DType state_dtype = DType::kF32;
-  int64_t row_stride = 0;            // elements
-  const float* q = nullptr;          // [K]
-  const float* k = nullptr;          // [K]
-  const float* exp_decay = nullptr;  // [K]
-  const float* v = nullptr;          // [columns]
+  int64_t row_stride = 0;              // elements
+  const float* q = nullptr;            // [K]
+  const float* k = nullptr;            // [K]
+  const float* decay_base = nullptr;   // [K]
+  const float* decay_delta = nullptr;  // [K]
+  const float* v = nullptr;            // [columns]
   float beta = 0;
   float* o = nullptr;  // [columns] out
 };

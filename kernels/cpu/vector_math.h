@@ -6,11 +6,8 @@
 // value depends neither on its lane nor on the instruction set.
 namespace k3::K3_SIMD {
 
-// exp(x): n = round(x / ln 2), polynomial on |r| <= ln 2 / 2, scaled by 2^n in two steps so that results run through
-// the subnormals to zero. NaN stays NaN.
-inline F32x16 Exp(F32x16 x) {
-  x = Max(Set(-105.0f), Min(Set(89.0f), x));
-  const F32x16 n = RoundToEven(Mul(x, Set(1.44269504f)));
+// exp(x - n ln 2) - 1 for n = round(x / ln 2), by a polynomial on |r| <= ln 2 / 2.
+inline F32x16 ExpReduced(F32x16 x, F32x16 n) {
   F32x16 r = Fma(n, Set(-0.693359375f), x);
   r = Fma(n, Set(2.12194440e-4f), r);
   F32x16 p = Set(1.9875691500e-4f);
@@ -19,9 +16,25 @@ inline F32x16 Exp(F32x16 x) {
   p = Fma(p, r, Set(4.1665795894e-2f));
   p = Fma(p, r, Set(1.6666665459e-1f));
   p = Fma(p, r, Set(5.0000001201e-1f));
-  p = Add(Fma(Mul(r, r), p, r), Set(1.0f));
+  return Fma(Mul(r, r), p, r);
+}
+
+// exp(x): n = round(x / ln 2), polynomial on |r| <= ln 2 / 2, scaled by 2^n in two steps so that results run through
+// the subnormals to zero. NaN stays NaN.
+inline F32x16 Exp(F32x16 x) {
+  x = Max(Set(-105.0f), Min(Set(89.0f), x));
+  const F32x16 n = RoundToEven(Mul(x, Set(1.44269504f)));
+  const F32x16 p = Add(ExpReduced(x, n), Set(1.0f));
   const F32x16 half = RoundToEven(Mul(n, Set(0.5f)));
   return Mul(Mul(p, Pow2(half)), Pow2(Sub(n, half)));
+}
+
+// exp(x) - 1 with full relative accuracy, for x <= 0: 2^n (exp(r) - 1) + (2^n - 1).
+inline F32x16 ExpMinus1(F32x16 x) {
+  x = Max(Set(-60.0f), x);
+  const F32x16 n = RoundToEven(Mul(x, Set(1.44269504f)));
+  const F32x16 scale = Pow2(n);
+  return Fma(scale, ExpReduced(x, n), Sub(scale, Set(1.0f)));
 }
 
 // 1 / (1 + exp(-x)), by exp of -|x| so that nothing overflows and small values keep their relative accuracy.

@@ -1,0 +1,201 @@
+#include <gtest/gtest.h>
+
+#include "kernels/cpu/cpu_ops.h"
+#include "tests/kernels/op_fixture.h"
+#include "tests/kernels/oracle.h"
+
+namespace k3::testing {
+namespace {
+
+class GemmTest : public OpTest {
+ protected:
+  std::vector<float> Run(const LinearWeight& weight, const std::vector<float>& x, int64_t rows) {
+    const DeviceMatrix input(ops(), act(), rows, weight.in, x);
+    const DeviceMatrix out(ops(), act(), rows, weight.out);
+    ops().Linear({input, &weight, out, false}, ops().stream());
+    return out.Get();
+  }
+};
+K3_INSTANTIATE_OPS(GemmTest);
+
+struct Shape {
+  int64_t rows, in, out;
+};
+
+TEST_P(GemmTest, MatchesTheOracleForEveryWeightTypeAndShape) {
+  Random random(1);
+  for (const Shape& s : std::vector<Shape>{{1, 256, 1154},
+                                           {1, 1, 1},
+                                           {2, 7, 3},
+                                           {3, 64, 33},
+                                           {4, 65, 31},
+                                           {5, 100, 257},
+                                           {7, 130, 64},
+                                           {11, 32, 95},
+                                           {12, 33, 96},
+                                           {13, 257, 130},
+                                           {16, 256, 100},
+                                           {49, 48, 65},
+                                           {100, 20, 40}}) {
+    for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+      const std::vector<float> x = Round(random.Normal(s.rows * s.in), act());
+      const std::vector<float> w = Round(random.Normal(s.out * s.in), dtype);
+      const OwnedTensor tensor = MakeTensor(w, dtype, {s.out, s.in});
+      const std::unique_ptr<LinearWeight> weight = ops().MakeLinear({&tensor.tensor, 1});
+      EXPECT_EQ(weight->out, s.out);
+      EXPECT_EQ(weight->in, s.in);
+      ExpectClose(
+          Run(*weight, x, s.rows), oracle::Linear(oracle::ToDouble(x), w, s.rows, s.in, s.out), tolerance(),
+          std::to_string(s.rows) + "x" + std::to_string(s.in) + "x" + std::to_string(s.out) + " " + Name(dtype));
+    }
+  }
+}
+
+TEST_P(GemmTest, StacksPartsAndReadsColumnShards) {
+  Random random(2);
+  const int64_t rows = 3, in = 40;
+  const std::vector<float> first = Round(random.Normal(5 * 100), DType::kBF16);  // a shard: 40 columns of 100
+  const std::vector<float> second = Round(random.Normal(34 * in), DType::kBF16);
+  OwnedTensor shard = MakeTensor(first, DType::kBF16, {5, in});
+  shard.tensor.row_stride = 100;
+  shard.tensor.data = shard.bytes.data() + 2 * 17;  // columns 17..56
+  const OwnedTensor whole = MakeTensor(second, DType::kBF16, {34, in});
+  const std::vector<HostTensor> parts = {shard.tensor, whole.tensor};
+  shard.bytes.resize(shard.bytes.size());
+  const std::unique_ptr<LinearWeight> weight = ops().MakeLinear(parts);
+  std::vector<float> stacked;
+  for (int64_t r = 0; r < 5; ++r) stacked.insert(stacked.end(), &first[r * 100 + 17], &first[r * 100 + 17] + in);
+  stacked.insert(stacked.end(), second.begin(), second.end());
+  const std::vector<float> x = Round(random.Normal(rows * in), act());
+  ExpectClose(Run(*weight, x, rows), oracle::Linear(oracle::ToDouble(x), stacked, rows, in, 39), tolerance());
+}
+
+TEST_P(GemmTest, AccumulatesAndWritesColumnSlices) {
+  Random random(3);
+  const int64_t rows = 6, in = 50, out = 70;
+  const std::vector<float> x = Round(random.Normal(rows * in), act());
+  const std::vector<float> w = Round(random.Normal(out * in), DType::kBF16);
+  const std::vector<float> start = Round(random.Normal(rows * 100), act());
+  const OwnedTensor tensor = MakeTensor(w, DType::kBF16, {out, in});
+  const std::unique_ptr<LinearWeight> weight = ops().MakeLinear({&tensor.tensor, 1});
+  const DeviceMatrix input(ops(), act(), rows, in, x);
+  const DeviceMatrix wide(ops(), act(), rows, 100, start);
+  ops().Linear({input, weight.get(), wide.view().Columns(16, out), true}, ops().stream());
+  oracle::Doubles expected = oracle::ToDouble(start);
+  const oracle::Doubles product = oracle::Linear(oracle::ToDouble(x), w, rows, in, out);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < out; ++c) expected[r * 100 + 16 + c] += product[r * out + c];
+  }
+  ExpectClose(wide.Get(), expected, tolerance());
+}
+
+TEST_P(GemmTest, WritesF32WhateverTheActivationType) {
+  Random random(4);
+  const int64_t rows = 5, in = 64, out = 40;
+  const std::vector<float> x = Round(random.Normal(rows * in), act());
+  const std::vector<float> w = Round(random.Normal(out * in), DType::kBF16);
+  const OwnedTensor tensor = MakeTensor(w, DType::kBF16, {out, in});
+  const std::unique_ptr<LinearWeight> weight = ops().MakeLinear({&tensor.tensor, 1});
+  const DeviceMatrix input(ops(), act(), rows, in, x);
+  const DeviceMatrix logits(ops(), DType::kF32, rows, out);
+  ops().Linear({input, weight.get(), logits, false}, ops().stream());
+  // Products of rounded inputs summed in fp32: no rounding of the output, hence the tight tolerance on every backend.
+  ExpectClose(logits.Get(), oracle::Linear(oracle::ToDouble(x), w, rows, in, out), 1e-5);
+}
+
+TEST_P(GemmTest, RowsDoNotDependOnTheBatch) {
+  if (!batch_invariant()) GTEST_SKIP() << "not a batch-invariant backend";
+  Random random(5);
+  const int64_t rows = 65, in = 300, out = 200;
+  const std::vector<float> x = Round(random.Normal(rows * in), act());
+  const OwnedTensor tensor = MakeTensor(random.Normal(out * in), DType::kBF16, {out, in});
+  const std::unique_ptr<LinearWeight> weight = ops().MakeLinear({&tensor.tensor, 1});
+  const std::vector<float> all = Run(*weight, x, rows);
+  for (int64_t count = 1; count <= 30; ++count) {
+    ExpectSameBits(Run(*weight, Slice(x, in, 65 - count, count), count), Slice(all, out, 65 - count, count),
+                   std::to_string(count) + " rows");
+  }
+}
+
+TEST_P(GemmTest, ZeroRowsAreAllowed) {
+  const OwnedTensor tensor = MakeTensor(std::vector<float>(12, 1.0f), DType::kF32, {3, 4});
+  const std::unique_ptr<LinearWeight> weight = ops().MakeLinear({&tensor.tensor, 1});
+  EXPECT_TRUE(Run(*weight, {}, 0).empty());
+}
+
+TEST_P(GemmTest, WrongWidthsAreRefusedWithNumbers) {
+  const OwnedTensor tensor = MakeTensor(std::vector<float>(12, 1.0f), DType::kF32, {3, 4});
+  const std::unique_ptr<LinearWeight> weight = ops().MakeLinear({&tensor.tensor, 1});
+  const DeviceMatrix x(ops(), act(), 2, 5), y(ops(), act(), 2, 3);
+  try {
+    ops().Linear({x, weight.get(), y, false}, ops().stream());
+    FAIL() << "no error";
+  } catch (const DeviceError& error) {
+    EXPECT_NE(std::string(error.what()).find("[2, 4]"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("[2, 5]"), std::string::npos) << error.what();
+  }
+}
+
+TEST_P(GemmTest, RandomWeightsAreNormalAndRepeatable) {
+  HostTensor random_tensor;
+  random_tensor.dtype = DType::kBF16;
+  random_tensor.shape = {200, 300};
+  random_tensor.random_stddev = 0.5f;
+  random_tensor.random_seed = 7;
+  const std::unique_ptr<LinearWeight> weight = ops().MakeLinear({&random_tensor, 1});
+  // The identity reads the weights back.
+  std::vector<float> identity(300 * 300);
+  for (int64_t i = 0; i < 300; ++i) identity[i * 300 + i] = 1;
+  const std::vector<float> w = Run(*weight, identity, 300);
+  double sum = 0, squares = 0;
+  for (float x : w) {
+    sum += double{x};
+    squares += double{x} * double{x};
+  }
+  const double n = static_cast<double>(w.size());
+  EXPECT_NEAR(sum / n, 0, 0.01);
+  EXPECT_NEAR(std::sqrt(squares / n), 0.5, 0.01);
+  const std::unique_ptr<LinearWeight> again = ops().MakeLinear({&random_tensor, 1});
+  ExpectSameBits(Run(*again, identity, 300), w);
+}
+
+// The CPU's instruction sets and thread counts agree bit for bit.
+class GemmIsaTest : public ::testing::TestWithParam<CpuIsa> {};
+
+std::vector<float> CpuLinear(Ops& ops, const HostTensor& tensor, const std::vector<float>& x, int64_t rows) {
+  const std::unique_ptr<LinearWeight> weight = ops.MakeLinear({&tensor, 1});
+  const DeviceMatrix input(ops, DType::kF32, rows, weight->in, x), out(ops, DType::kF32, rows, weight->out);
+  ops.Linear({input, weight.get(), out, false}, nullptr);
+  return out.Get();
+}
+
+TEST_P(GemmIsaTest, EqualsTheScalarLoopsBitForBit) {
+  const std::unique_ptr<Ops> scalar = MakeCpuOpsFor(CpuIsa::kScalar, 1);
+  for (int threads : {1, 2, 3}) {
+    const std::unique_ptr<Ops> fast = MakeCpuOpsFor(GetParam(), threads);
+    if (fast == nullptr) GTEST_SKIP() << "not available on this processor";
+    Random random(6);
+    for (const Shape& s : std::vector<Shape>{{1, 129, 300},
+                                             {2, 64, 70},
+                                             {3, 50, 129},
+                                             {4, 33, 64},
+                                             {5, 33, 64},
+                                             {6, 31, 65},
+                                             {9, 70, 99},
+                                             {12, 64, 40},
+                                             {25, 40, 33},
+                                             {60, 33, 70}}) {
+      for (DType dtype : {DType::kBF16, DType::kF32}) {
+        const std::vector<float> x = random.Normal(s.rows * s.in);
+        const OwnedTensor tensor = MakeTensor(random.Normal(s.out * s.in), dtype, {s.out, s.in});
+        ExpectSameBits(CpuLinear(*fast, tensor.tensor, x, s.rows), CpuLinear(*scalar, tensor.tensor, x, s.rows),
+                       std::to_string(s.rows) + "x" + std::to_string(s.in) + "x" + std::to_string(s.out));
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Isa, GemmIsaTest, ::testing::Values(CpuIsa::kAvx2, CpuIsa::kAvx512));
+
+}  // namespace
+}  // namespace k3::testing

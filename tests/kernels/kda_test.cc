@@ -1,0 +1,411 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "kernels/core/bfloat16.h"
+#include "tests/kernels/op_fixture.h"
+#include "tests/kernels/oracle.h"
+
+namespace k3::testing {
+namespace {
+
+constexpr int kSlots = 6;
+
+// Inputs of one sequence, and how a state looks in a pool.
+struct KdaShape {
+  int32_t heads = 2, head_dim = 128, conv_width = 4;
+  int64_t width() const { return int64_t{heads} * head_dim; }
+  int64_t state_elements() const { return width() * head_dim; }
+  int64_t conv_elements() const { return (conv_width - 1) * 3 * width(); }
+};
+
+class KdaTest : public OpTest {
+ protected:
+  // Random inputs at a scale that keeps every nonlinearity busy.
+  oracle::KdaInput MakeInput(const KdaShape& shape, int64_t tokens, uint32_t seed) const {
+    Random random(seed);
+    oracle::KdaInput in;
+    in.tokens = tokens;
+    in.heads = shape.heads;
+    in.head_dim = shape.head_dim;
+    in.conv_width = shape.conv_width;
+    in.qkv = Round(random.Normal(tokens * 3 * shape.width()), act());
+    in.decay = Round(random.Normal(tokens * shape.width(), 2), act());
+    in.beta = Round(random.Normal(tokens * shape.heads, 2), act());
+    in.gate = Round(random.Normal(tokens * shape.width()), act());
+    in.conv_taps = random.Normal(3 * shape.width() * shape.conv_width, 0.5f);
+    in.dt_bias = random.Normal(shape.width());
+    in.a_log = random.Uniform(shape.heads, -1, 1);
+    in.norm_weight = random.Normal(shape.head_dim, 0.2f, 1);
+    in.norm_eps = double{1e-5f};
+    return in;
+  }
+
+  // Weights as device memory; every step of a test shares them.
+  struct Weights {
+    DeviceArray<float> taps, dt_bias, a_log, norm;
+  };
+  Weights Upload(const oracle::KdaInput& in) {
+    return {DeviceArray<float>(ops(), in.conv_taps), DeviceArray<float>(ops(), in.dt_bias),
+            DeviceArray<float>(ops(), in.a_log), DeviceArray<float>(ops(), in.norm_weight)};
+  }
+
+  // A pool of kSlots poisoned slots: recurrent part, then convolution part, then a gap.
+  struct Pool {
+    Pool(Ops& ops, const KdaShape& s, DType dtype)
+        : shape(s),
+          state_dtype(dtype),
+          conv_offset((s.state_elements() * static_cast<int64_t>(SizeOf(dtype)) + 255) / 256 * 256),
+          stride((conv_offset + s.conv_elements() * static_cast<int64_t>(SizeOf(ops.activation_dtype())) + 511) / 256 *
+                 256),
+          act(ops.activation_dtype()),
+          bytes(ops, static_cast<size_t>(kSlots * stride)) {}
+
+    void Set(int slot, const oracle::KdaState& value) {
+      const auto upload = [&](const oracle::Doubles& values, DType dtype, int64_t offset) {
+        const std::vector<uint8_t> encoded = Encode(std::vector<float>(values.begin(), values.end()), dtype);
+        bytes.Upload(encoded.data(), encoded.size(), static_cast<size_t>(slot * stride + offset));
+      };
+      upload(value.state, state_dtype, 0);
+      upload(value.conv, act, conv_offset);
+    }
+    std::vector<uint8_t> Raw(int slot) const {
+      const std::vector<uint8_t> all = bytes.Download();
+      return {all.begin() + slot * stride, all.begin() + (slot + 1) * stride};
+    }
+    std::vector<float> State(int slot) const {
+      std::vector<uint8_t> raw = Raw(slot);
+      raw.resize(static_cast<size_t>(shape.state_elements()) * SizeOf(state_dtype));
+      return Decode(raw, state_dtype);
+    }
+    std::vector<float> Conv(int slot) const {
+      const std::vector<uint8_t> raw = Raw(slot);
+      const auto begin = raw.begin() + conv_offset;
+      return Decode({begin, begin + shape.conv_elements() * static_cast<int64_t>(SizeOf(act))}, act);
+    }
+
+    KdaShape shape;
+    DType state_dtype;
+    int64_t conv_offset, stride;
+    DType act;
+    DeviceBytes bytes;
+  };
+
+  static oracle::KdaState ZeroState(const KdaShape& shape) {
+    return {oracle::Doubles(static_cast<size_t>(shape.state_elements())),
+            oracle::Doubles(static_cast<size_t>(shape.conv_elements()))};
+  }
+  // Random and not symmetric.
+  oracle::KdaState RandomState(const KdaShape& shape, uint32_t seed, DType dtype = DType::kF32) const {
+    Random random(seed);
+    return {oracle::ToDouble(Round(random.Normal(shape.state_elements()), dtype)),
+            oracle::ToDouble(Round(random.Normal(shape.conv_elements()), act()))};
+  }
+
+  // Tokens [begin, begin + count) of one sequence's input.
+  static oracle::KdaInput Part(const oracle::KdaInput& in, int64_t begin, int64_t count) {
+    oracle::KdaInput part = in;
+    const int64_t width = in.heads * in.head_dim;
+    part.tokens = count;
+    part.qkv = Slice(in.qkv, 3 * width, begin, count);
+    part.decay = Slice(in.decay, width, begin, count);
+    part.beta = Slice(in.beta, in.heads, begin, count);
+    part.gate = Slice(in.gate, width, begin, count);
+    return part;
+  }
+
+  // One step over several sequences. `inputs` share the weights. Returns the packed output.
+  std::vector<float> Step(const std::vector<oracle::KdaInput>& inputs, const std::vector<int32_t>& slots,
+                          const Weights& weights, Pool& pool, const std::vector<SnapshotSpec>& snapshots = {},
+                          const std::vector<int32_t>& contexts = {}) {
+    std::vector<SequenceSpec> sequences;
+    std::vector<float> qkv, decay, beta, gate;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const oracle::KdaInput& in = inputs[i];
+      sequences.push_back({static_cast<int32_t>(in.tokens), contexts.empty() ? 0 : contexts[i], slots[i], {}});
+      qkv.insert(qkv.end(), in.qkv.begin(), in.qkv.end());
+      decay.insert(decay.end(), in.decay.begin(), in.decay.end());
+      beta.insert(beta.end(), in.beta.begin(), in.beta.end());
+      gate.insert(gate.end(), in.gate.begin(), in.gate.end());
+    }
+    const KdaShape& shape = pool.shape;
+    const DeviceBatch batch(ops(), sequences, snapshots);
+    const int64_t tokens = batch.tokens();
+    const DeviceMatrix device_qkv(ops(), act(), tokens, 3 * shape.width(), qkv);
+    const DeviceMatrix device_decay(ops(), act(), tokens, shape.width(), decay);
+    const DeviceMatrix device_beta(ops(), act(), tokens, shape.heads, beta);
+    const DeviceMatrix device_gate(ops(), act(), tokens, shape.width(), gate);
+    const DeviceMatrix out(ops(), act(), tokens, shape.width());
+    const DeviceBytes scratch(ops(), ops().KdaScratchBytes(tokens, static_cast<int64_t>(inputs.size()), shape.heads,
+                                                           shape.head_dim, shape.conv_width));
+    KdaParams params;
+    params.batch = batch.get();
+    params.heads = shape.heads;
+    params.head_dim = shape.head_dim;
+    params.conv_width = shape.conv_width;
+    params.qkv = device_qkv;
+    params.decay = device_decay;
+    params.beta = device_beta;
+    params.gate = device_gate;
+    params.conv_taps = weights.taps.data();
+    params.dt_bias = weights.dt_bias.data();
+    params.a_log = weights.a_log.data();
+    params.norm_weight = weights.norm.data();
+    params.gate_kind = inputs[0].gate_kind;
+    params.gate_lower_bound = static_cast<float>(inputs[0].lower_bound);
+    params.norm_eps = static_cast<float>(inputs[0].norm_eps);
+    params.state = pool.bytes.data();
+    params.conv_state = static_cast<char*>(pool.bytes.data()) + pool.conv_offset;
+    params.slot_stride = pool.stride;
+    params.state_dtype = pool.state_dtype;
+    params.out = out;
+    params.scratch = scratch.data();
+    ops().Kda(params, ops().stream());
+    return out.Get();
+  }
+
+  // One sequence from a state, against the oracle.
+  void Check(const oracle::KdaInput& in, const KdaShape& shape, const oracle::KdaState& start,
+             const std::string& what) {
+    Pool pool(ops(), shape, DType::kF32);
+    pool.Set(2, start);
+    const std::vector<float> out = Step({in}, {2}, Upload(in), pool);
+    oracle::KdaState state = start;
+    const oracle::Doubles expected = oracle::Kda(in, state, nullptr);
+    ExpectClose(out, expected, kda_tolerance(), what + ": output");
+    ExpectClose(pool.State(2), state.state, kda_tolerance(), what + ": state");
+    ExpectSameBits(pool.Conv(2), std::vector<float>(state.conv.begin(), state.conv.end()),
+                   what + ": convolution state");
+  }
+};
+K3_INSTANTIATE_OPS(KdaTest);
+
+// The op's own gates and beta are functions of logits: these reach a wanted value.
+double Logit(double p) { return p <= 0 ? -200 : p >= 1 ? 200 : std::log(p / (1 - p)); }
+
+TEST_P(KdaTest, MatchesTheOracleAtEveryLength) {
+  const KdaShape shape;
+  for (int64_t tokens : {1, 2, 3, 4, 15, 16, 17, 63, 64, 65, 200}) {
+    for (KdaGate kind : {KdaGate::kBounded, KdaGate::kSoftplus}) {
+      oracle::KdaInput in = MakeInput(shape, tokens, static_cast<uint32_t>(tokens));
+      in.gate_kind = kind;
+      Check(in, shape, tokens % 2 == 0 ? ZeroState(shape) : RandomState(shape, 5),
+            std::to_string(tokens) + " tokens, gate " + std::to_string(static_cast<int>(kind)));
+    }
+  }
+}
+
+TEST_P(KdaTest, OtherShapes) {
+  for (const KdaShape& shape : {KdaShape{1, 128, 4}, KdaShape{3, 64, 4}, KdaShape{5, 32, 3}}) {
+    Check(MakeInput(shape, 40, 9), shape, RandomState(shape, 6),
+          std::to_string(shape.heads) + " heads of " + std::to_string(shape.head_dim));
+  }
+}
+
+TEST_P(KdaTest, OddShapesOnTheCpu) {
+  if (!ops().is_cpu()) GTEST_SKIP() << "device kernels need head sizes that are multiples of 32";
+  for (const KdaShape& shape : {KdaShape{1, 1, 1}, KdaShape{3, 7, 2}, KdaShape{2, 100, 5}, KdaShape{1, 200, 4}}) {
+    Check(MakeInput(shape, 33, 10), shape, RandomState(shape, 7),
+          std::to_string(shape.heads) + " heads of " + std::to_string(shape.head_dim));
+  }
+}
+
+// B11: log-decays and write strengths at their ends, independent and equal keys.
+TEST_P(KdaTest, ExtremeGatesStayFiniteAndAccurate) {
+  const KdaShape shape{1, 128, 4};
+  for (int64_t tokens : {1, 15, 16, 17, 63, 64, 65, 128, 1000}) {
+    // The long run once per gate; the short ones with every combination.
+    for (double decay : {0.0, -1e-4, -1.0, -2.5, -5.0, 1.0 /* random per channel */}) {
+      for (double beta : {0.0, 0.5, 1.0}) {
+        for (bool equal_keys : {false, true}) {
+          if (tokens == 1000 && (beta != 1.0 || (equal_keys && decay < -1))) continue;
+          if (ops().device_name().find("scalar") != std::string::npos && tokens > 65) continue;
+          oracle::KdaInput in = MakeInput(shape, tokens, 11);
+          in.a_log.assign(1, 0.0f);
+          in.dt_bias.assign(128, 0.0f);
+          Random random(12);
+          for (float& z : in.decay) {
+            const double p = decay > 0 ? double{random.Uniform(1, 0, 1)[0]} : decay / -5;
+            z = static_cast<float>(Logit(p));
+          }
+          in.decay = Round(in.decay, act());
+          for (float& b : in.beta) b = static_cast<float>(Logit(beta));
+          if (equal_keys) {
+            for (int64_t t = 1; t < tokens; ++t) {
+              std::copy_n(in.qkv.begin() + 128, 128, in.qkv.begin() + t * 384 + 128);
+            }
+          }
+          Check(in, shape, RandomState(shape, 13),
+                std::to_string(tokens) + " tokens, decay " + std::to_string(decay) + ", beta " + std::to_string(beta) +
+                    (equal_keys ? ", equal keys" : ""));
+        }
+      }
+    }
+  }
+}
+
+// B04: prefill, decode, snapshot and restore agree on one layout of an unsymmetric state.
+TEST_P(KdaTest, PrefillStateFeedsDecode) {
+  const KdaShape shape;
+  const oracle::KdaInput in = MakeInput(shape, 193, 14);
+  const oracle::KdaState start = RandomState(shape, 15);
+  double difference = 0, norm = 0;
+  for (int64_t i = 0; i < 128; ++i) {
+    for (int64_t j = 0; j < 128; ++j) {
+      difference += std::pow(start.state[i * 128 + j] - start.state[j * 128 + i], 2);
+      norm += std::pow(start.state[i * 128 + j], 2);
+    }
+  }
+  ASSERT_GT(std::sqrt(difference / norm), 0.1) << "the state is too symmetric for this test";
+  const Weights weights = Upload(in);
+  Pool pool(ops(), shape, DType::kF32);
+  pool.Set(0, start);
+  const std::vector<float> prefill = Step({Part(in, 0, 192)}, {0}, weights, pool);
+  oracle::KdaState state = start;
+  ExpectClose(prefill, oracle::Kda(Part(in, 0, 192), state, nullptr), kda_tolerance(), "prefill");
+  ExpectClose(pool.State(0), state.state, kda_tolerance(), "state after prefill");
+  const std::vector<float> decode = Step({Part(in, 192, 1)}, {0}, weights, pool, {}, {192});
+  ExpectClose(decode, oracle::Kda(Part(in, 192, 1), state, nullptr), kda_tolerance(), "decode");
+}
+
+TEST_P(KdaTest, SequencesOfOneStepAreIndependent) {
+  const KdaShape shape{3, 64, 4};
+  const Weights weights = Upload(MakeInput(shape, 1, 20));
+  const std::vector<int64_t> lengths = {1, 70, 3, 16};
+  const std::vector<int32_t> slots = {4, 0, 5, 2};
+  std::vector<oracle::KdaInput> inputs;
+  Pool pool(ops(), shape, DType::kF32);
+  std::vector<oracle::KdaState> states;
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    oracle::KdaInput in = MakeInput(shape, lengths[i], 20 + static_cast<uint32_t>(i));
+    const oracle::KdaInput shared = MakeInput(shape, 1, 20);
+    in.conv_taps = shared.conv_taps;
+    in.dt_bias = shared.dt_bias;
+    in.a_log = shared.a_log;
+    in.norm_weight = shared.norm_weight;
+    inputs.push_back(in);
+    states.push_back(RandomState(shape, 30 + static_cast<uint32_t>(i)));
+    pool.Set(slots[i], states.back());
+  }
+  const std::vector<uint8_t> untouched = pool.Raw(1);
+  const std::vector<float> out = Step(inputs, slots, weights, pool);
+  int64_t row = 0;
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    const std::string what = "sequence " + std::to_string(i);
+    ExpectClose(Slice(out, shape.width(), row, lengths[i]), oracle::Kda(inputs[i], states[i], nullptr), kda_tolerance(),
+                what);
+    ExpectClose(pool.State(slots[i]), states[i].state, kda_tolerance(), what);
+    ExpectSameBits(pool.Conv(slots[i]), std::vector<float>(states[i].conv.begin(), states[i].conv.end()), what);
+    row += lengths[i];
+  }
+  EXPECT_EQ(pool.Raw(1), untouched);
+}
+
+// A snapshot is the state after exactly its row, whatever shares the step, and nothing else is written.
+TEST_P(KdaTest, SnapshotsAreTakenInPassing) {
+  const KdaShape shape{2, 64, 4};
+  oracle::KdaInput first = MakeInput(shape, 70, 40), second = MakeInput(shape, 66, 41);
+  second.conv_taps = first.conv_taps;
+  second.dt_bias = first.dt_bias;
+  second.a_log = first.a_log;
+  second.norm_weight = first.norm_weight;
+  Pool pool(ops(), shape, DType::kF32);
+  oracle::KdaState state_a = RandomState(shape, 42), state_b = RandomState(shape, 43);
+  pool.Set(0, state_a);
+  pool.Set(1, state_b);
+  // Rows 0 (one token of the first), 63, and of the second its token 0 and its last.
+  Step({first, second}, {0, 1}, Upload(first), pool, {{0, 2}, {63, 3}, {70, 4}, {135, 5}});
+  std::vector<oracle::KdaState> after_a, after_b;
+  oracle::Kda(first, state_a, &after_a);
+  oracle::Kda(second, state_b, &after_b);
+  const std::vector<std::pair<int, const oracle::KdaState*>> expected = {
+      {2, &after_a[0]}, {3, &after_a[63]}, {4, &after_b[0]}, {5, &after_b[65]}};
+  for (const auto& [slot, state] : expected) {
+    const std::string what = "snapshot in slot " + std::to_string(slot);
+    ExpectClose(pool.State(slot), state->state, kda_tolerance(), what);
+    ExpectSameBits(pool.Conv(slot), std::vector<float>(state->conv.begin(), state->conv.end()), what);
+  }
+  ExpectSameBits(pool.State(5), pool.State(1), "the last snapshot is the live state");
+}
+
+// B08: chunks shorter than the convolution's history shift old and new inputs into the sequence's own slot.
+TEST_P(KdaTest, ShortChunksShiftTheConvolutionState) {
+  const KdaShape shape{2, 64, 4};
+  const oracle::KdaInput in = MakeInput(shape, 12, 50);
+  const Weights weights = Upload(in);
+  for (int64_t chunk : {1, 2, 3, 4}) {
+    Pool pool(ops(), shape, DType::kF32);
+    const oracle::KdaState start = RandomState(shape, 51);
+    pool.Set(0, start);
+    pool.Set(3, start);  // the shared snapshot from which slot 0 was restored
+    const std::vector<uint8_t> snapshot = pool.Raw(3);
+    oracle::KdaState state = start;
+    for (int64_t begin = 0; begin < 12; begin += chunk) {
+      const oracle::KdaInput part = Part(in, begin, chunk);
+      const std::vector<float> out = Step({part}, {0}, weights, pool, {}, {static_cast<int32_t>(begin)});
+      ExpectClose(out, oracle::Kda(part, state, nullptr), kda_tolerance(), "chunk " + std::to_string(chunk));
+      ExpectSameBits(pool.Conv(0), std::vector<float>(state.conv.begin(), state.conv.end()));
+    }
+    EXPECT_EQ(pool.Raw(3), snapshot);
+  }
+}
+
+TEST_P(KdaTest, ChunksDoNotChangeAnyBit) {
+  if (!batch_invariant()) GTEST_SKIP() << "not a batch-invariant backend";
+  const KdaShape shape{2, 100, 4};
+  if (!ops().is_cpu()) GTEST_SKIP() << "device kernels need head sizes that are multiples of 32";
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    const oracle::KdaInput in = MakeInput(shape, 70, 60);
+    const Weights weights = Upload(in);
+    Pool whole(ops(), shape, dtype);
+    const oracle::KdaState start = RandomState(shape, 61, dtype);
+    whole.Set(0, start);
+    const std::vector<float> expected = Step({in}, {0}, weights, whole);
+    for (int64_t chunk : {1, 3, 7, 16, 64, 65}) {
+      Pool pool(ops(), shape, dtype);
+      pool.Set(0, start);
+      std::vector<float> out;
+      for (int64_t begin = 0; begin < 70; begin += chunk) {
+        const int64_t count = std::min<int64_t>(chunk, 70 - begin);
+        const std::vector<float> part =
+            Step({Part(in, begin, count)}, {0}, weights, pool, {}, {static_cast<int32_t>(begin)});
+        out.insert(out.end(), part.begin(), part.end());
+      }
+      const std::string what = "chunk " + std::to_string(chunk) + ", state " + Name(dtype);
+      ExpectSameBits(out, expected, what);
+      ExpectSameBits(pool.State(0), whole.State(0), what);
+      ExpectSameBits(pool.Conv(0), whole.Conv(0), what);
+    }
+  }
+}
+
+TEST_P(KdaTest, Bf16StateStaysCloseToTheRoundedOracle) {
+  const KdaShape shape{2, 64, 4};
+  oracle::KdaInput in = MakeInput(shape, 50, 70);
+  in.bf16_state = true;
+  Pool pool(ops(), shape, DType::kBF16);
+  const oracle::KdaState start = RandomState(shape, 71, DType::kBF16);
+  pool.Set(0, start);
+  const std::vector<float> out = Step({in}, {0}, Upload(in), pool);
+  oracle::KdaState state = start;
+  // Roundings of single elements may fall to the other side: a fraction of a bf16 ulp.
+  ExpectClose(out, oracle::Kda(in, state, nullptr), std::max(2e-3, kda_tolerance()));
+  ExpectClose(pool.State(0), state.state, std::max(2e-3, kda_tolerance()));
+}
+
+TEST_P(KdaTest, WrongShapesAreRefusedWithNumbers) {
+  const KdaShape shape{2, 64, 4};
+  oracle::KdaInput in = MakeInput(shape, 3, 80);
+  in.lower_bound = -6;
+  Pool pool(ops(), shape, DType::kF32);
+  pool.Set(0, ZeroState(shape));
+  try {
+    Step({in}, {0}, Upload(in), pool);
+    FAIL() << "no error";
+  } catch (const DeviceError& error) {
+    EXPECT_NE(std::string(error.what()).find("-6"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace k3::testing
