@@ -1,5 +1,7 @@
 #include "engine/model/tensor_table.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 
 namespace k3 {
@@ -63,7 +65,10 @@ void AddKda(const ModelConfig& c, Table& table) {
   table.Matrix(Role::kDecayA, "self_attn.f_a_proj.weight", head_dim, d, kReplicated);
   table.Matrix(Role::kDecayB, "self_attn.f_b_proj.weight", channels, head_dim, kRows);
   table.Matrix(Role::kBeta, "self_attn.b_proj.weight", c.kda_heads, d, kRows);
-  table.Add(Role::kALog, "self_attn.A_log", {c.kda_heads}, TensorForm::kALog, kRows).released = DType::kF32;
+  TensorSpec& a_log = table.Add(Role::kALog, "self_attn.A_log", {c.kda_heads}, TensorForm::kALog, kRows);
+  a_log.released = DType::kF32;
+  // K3 files hold one value per channel of a head, of which the first ones count.
+  if (!c.tensor_prefix.empty()) a_log.padding = std::max<int64_t>(head_dim - c.kda_heads, 0);
   table.Vector(Role::kDtBias, "self_attn.dt_bias", channels, kRows).released = DType::kF32;
   table.Vector(Role::kONorm, "self_attn.o_norm.weight", head_dim).released = DType::kF32;
   table.Matrix(Role::kO, "self_attn.o_proj.weight", d, channels, kColumns);

@@ -50,6 +50,7 @@ struct TensorSpec {
   TensorShard shard = TensorShard::kReplicated;
   DType released = DType::kBF16;  // as in the released checkpoints; any of BF16, F16 and F32 is read
   bool required = true;
+  int64_t padding = 0;  // elements that the released file has beyond the shape
 
   int64_t elements() const;
 };

@@ -73,7 +73,7 @@ class HeaderWriter {
       Add(shard, spec.name + "_packed", "U8", 1, {spec.shape[0], spec.shape[1] / 2});
       Add(shard, spec.name + "_scale", "U8", 1, {spec.shape[0], spec.shape[1] / kMxfp4BlockSize});
     } else if (spec.form == TensorForm::kALog) {
-      Add(shard, spec.name, "F32", 4, {128});
+      Add(shard, spec.name, "F32", 4, {spec.elements() + spec.padding});
     } else if (spec.form == TensorForm::kConvTaps) {
       Add(shard, spec.name, "F32", 4, {spec.shape[0], 1, spec.shape[1]});
     } else {

@@ -26,8 +26,7 @@ Totals Sum(const ModelConfig& config) {
       return;
     }
     ++totals.tensors;
-    const bool padded = spec.form == TensorForm::kALog && !config.tensor_prefix.empty();
-    totals.bytes += (padded ? 128 : spec.elements()) * static_cast<int64_t>(SizeOf(spec.released));
+    totals.bytes += (spec.elements() + spec.padding) * static_cast<int64_t>(SizeOf(spec.released));
   };
   for (const TensorSpec& spec : ModelTensors(config)) add(spec);
   for (int32_t layer = 0; layer < config.num_hidden_layers; ++layer) {

@@ -1,0 +1,30 @@
+#include "server/memory_request.h"
+
+namespace k3 {
+
+MemoryRequest MakeMemoryRequest(const ServerConfig& config, bool is_cpu, uint64_t memory_bytes) {
+  const auto dtype = [&](const std::string& name) {
+    return is_cpu || name == "fp32" ? DType::kF32 : DType::kBF16;  // "auto" is bf16 on a GPU
+  };
+  MemoryRequest request;
+  request.is_cpu = is_cpu;
+  request.tensor_parallel = static_cast<int32_t>(config.tensor_parallel_size);
+  request.data_parallel = static_cast<int32_t>(config.data_parallel_size);
+  request.activation = dtype(config.compute_dtype);
+  request.page_dtype = dtype(config.kv_cache_dtype);
+  request.state_dtype = dtype(config.kda_state_dtype);
+  request.memory_bytes = memory_bytes;
+  request.utilization = config.gpu_memory_utilization;
+  if (config.cpu_memory_gib) request.pool_bytes = static_cast<uint64_t>(*config.cpu_memory_gib * (1 << 30));
+  request.page_size = config.page_size;
+  request.latent_pages = config.latent_pages;
+  request.state_slots = config.state_slots;
+  request.snapshot_slots = config.snapshot_slots;
+  request.max_num_seqs = config.max_num_seqs;
+  request.max_model_len = config.max_model_len;
+  request.max_num_batched_tokens = config.max_num_batched_tokens;
+  request.prefix_caching = config.enable_prefix_caching;
+  return request;
+}
+
+}  // namespace k3

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <cstdint>
+
+#include "engine/memory_plan.h"
+#include "server/server_config.h"
+
+namespace k3 {
+
+// What the flags of `serve` and `plan` say about memory, for a device of `memory_bytes`. The caller adds what it has
+// measured: checkpoint, Ops, loaded weights.
+MemoryRequest MakeMemoryRequest(const ServerConfig& config, bool is_cpu, uint64_t memory_bytes);
+
+}  // namespace k3
