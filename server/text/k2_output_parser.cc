@@ -60,8 +60,13 @@ void K2OutputParser::Append(int32_t id, std::vector<OutputEvent>* events) {
   }
 }
 
-void K2OutputParser::Finish(std::vector<OutputEvent>* events) {
+OpenChannel K2OutputParser::channel() const {
+  return place_ == Place::kContent ? OpenChannel::kContent : OpenChannel::kNone;
+}
+
+void K2OutputParser::Finish(std::vector<OutputEvent>* events, std::string* undecoded) {
   channels_.set_events(events);
+  channels_.TakeUndecoded(undecoded);
   if (place_ == Place::kContent) channels_.Flush(OutputEvent::Kind::kContent);
   if (place_ == Place::kArguments) LeaveCall(/*complete=*/false);
 }

@@ -16,7 +16,8 @@ class K2OutputParser : public OutputParser {
   K2OutputParser(std::shared_ptr<const Tokenizer> tokenizer, int32_t history_calls);
 
   void Append(int32_t id, std::vector<OutputEvent>* events) override;
-  void Finish(std::vector<OutputEvent>* events) override;
+  void Finish(std::vector<OutputEvent>* events, std::string* undecoded) override;
+  OpenChannel channel() const override;
 
  private:
   enum class Place : uint8_t { kContent, kSection, kHeader, kArguments };

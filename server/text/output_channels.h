@@ -61,6 +61,13 @@ class OutputChannels {
     event.complete = complete;
   }
 
+  // At the end of the output: takes the half character out, so that nothing is left to replace.
+  void TakeUndecoded(std::string* undecoded) {
+    if (undecoded == nullptr) return;
+    *undecoded = stream_.pending();
+    stream_ = Utf8Stream();
+  }
+
   // For argument text, which needs work between decoding and emission.
   Utf8Stream& stream() { return stream_; }
 

@@ -19,10 +19,13 @@ class RawOutputParser : public OutputParser {
     if (!IsSilentToken(*tokenizer_, id)) channels_.Content(tokenizer_->TokenBytes(id));
   }
 
-  void Finish(std::vector<OutputEvent>* events) override {
+  void Finish(std::vector<OutputEvent>* events, std::string* undecoded) override {
     channels_.set_events(events);
+    channels_.TakeUndecoded(undecoded);
     channels_.Flush(OutputEvent::Kind::kContent);
   }
+
+  OpenChannel channel() const override { return OpenChannel::kContent; }
 
  private:
   std::shared_ptr<const Tokenizer> tokenizer_;

@@ -86,8 +86,14 @@ void XtmlOutputParser::Append(int32_t id, std::vector<OutputEvent>* events) {
   }
 }
 
-void XtmlOutputParser::Finish(std::vector<OutputEvent>* events) {
+OpenChannel XtmlOutputParser::channel() const {
+  if (place_ == Place::kReasoning) return OpenChannel::kReasoning;
+  return place_ == Place::kContent ? OpenChannel::kContent : OpenChannel::kNone;
+}
+
+void XtmlOutputParser::Finish(std::vector<OutputEvent>* events, std::string* undecoded) {
   channels_.set_events(events);
+  channels_.TakeUndecoded(undecoded);
   if (place_ == Place::kReasoning) channels_.Flush(OutputEvent::Kind::kReasoning);
   if (place_ == Place::kContent) channels_.Flush(OutputEvent::Kind::kContent);
   if (InCall()) {

@@ -21,7 +21,8 @@ class XtmlOutputParser : public OutputParser {
   XtmlOutputParser(std::shared_ptr<const Tokenizer> tokenizer, OpenChannel open_channel, int32_t history_calls);
 
   void Append(int32_t id, std::vector<OutputEvent>* events) override;
-  void Finish(std::vector<OutputEvent>* events) override;
+  void Finish(std::vector<OutputEvent>* events, std::string* undecoded) override;
+  OpenChannel channel() const override;
 
  private:
   enum class Place : uint8_t { kMessage, kReasoning, kContent, kTools, kCall, kArgument, kJson };

@@ -254,6 +254,34 @@ TEST(XtmlOutputParser, HalfCharacters) {
   EXPECT_EQ(Parse(parser.get(), ids).output, (ParsedOutput{"\uFFFD", "\uFFFD\uFFFDa\uFFFD", {}}));
 }
 
+TEST(XtmlOutputParser, HalfCharacterAtTheEndCanBeTakenRaw) {
+  for (const ChatFormat format : {ChatFormat::kXtml, ChatFormat::kNone}) {
+    auto parser = MakeOutputParser(Tiny(), format, OpenChannel::kContent, 0);
+    std::vector<OutputEvent> events;
+    for (const int32_t id : {'a', 0xF0, 0x9F}) parser->Append(id, &events);
+    EXPECT_EQ(parser->channel(), OpenChannel::kContent);
+    std::string undecoded;
+    parser->Finish(&events, &undecoded);
+    EXPECT_EQ(undecoded, "\xF0\x9F");
+    ASSERT_EQ(events.size(), 1u);
+    EXPECT_EQ(events[0].text, "a");
+  }
+}
+
+TEST(XtmlOutputParser, ChannelOfEachToken) {
+  auto parser = MakeOutputParser(Tiny(), ChatFormat::kXtml, OpenChannel::kReasoning, 0);
+  std::string seen;
+  for (const int32_t id : Tokens(*Tiny(), "a⟨/think⟩⟨response⟩b⟨/response⟩⟨tools⟩⟨call tool=\"f\"⟩⟨/call⟩")) {
+    std::vector<OutputEvent> events;
+    parser->Append(id, &events);
+    const char c = parser->channel() == OpenChannel::kReasoning ? 'r'
+                   : parser->channel() == OpenChannel::kContent ? 'c'
+                                                                : '-';
+    if (seen.empty() || seen.back() != c) seen.push_back(c);
+  }
+  EXPECT_EQ(seen, "r-c-");
+}
+
 TEST(XtmlOutputParser, Attributes) {
   using Attributes = std::vector<std::pair<std::string, std::string>>;
   EXPECT_EQ(ParseXtmlAttributes(" tool=\"a b\" index=\"1\""), (Attributes{{"tool", "a b"}, {"index", "1"}}));
