@@ -41,9 +41,13 @@ class OutputParser {
   // Appends what `id` made known; nothing while a character or a marker is incomplete.
   virtual void Append(int32_t id, std::vector<OutputEvent>* events) = 0;
 
-  // At the end of the output, whatever ended it: half characters become U+FFFD, half markers vanish, an open tool call
-  // is reported as incomplete. Nothing may be appended afterwards.
-  virtual void Finish(std::vector<OutputEvent>* events) = 0;
+  // At the end of the output, whatever ended it: half markers vanish, an open tool call is reported as incomplete, and
+  // the bytes of a half character go to `undecoded`, or, when that is null, become one U+FFFD. Nothing may be appended
+  // afterwards.
+  virtual void Finish(std::vector<OutputEvent>* events, std::string* undecoded = nullptr) = 0;
+
+  // Where the last token stood: reasoning, content, or kNone for tool calls and what lies between channels.
+  virtual OpenChannel channel() const = 0;
 };
 
 // The parser for answers to a rendered prompt: it continues in the channel that the prompt left open and counts tool

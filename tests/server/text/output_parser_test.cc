@@ -258,7 +258,7 @@ TEST(XtmlOutputParser, HalfCharacterAtTheEndCanBeTakenRaw) {
   for (const ChatFormat format : {ChatFormat::kXtml, ChatFormat::kNone}) {
     auto parser = MakeOutputParser(Tiny(), format, OpenChannel::kContent, 0);
     std::vector<OutputEvent> events;
-    for (const int32_t id : {'a', 0xF0, 0x9F}) parser->Append(id, &events);
+    for (const int32_t id : std::vector<int32_t>{'a', 0xF0, 0x9F}) parser->Append(id, &events);
     EXPECT_EQ(parser->channel(), OpenChannel::kContent);
     std::string undecoded;
     parser->Finish(&events, &undecoded);
