@@ -298,7 +298,6 @@ bool Scheduler::TryAdmit(Sequence& sequence, bool obey_long_limit, Clock::time_p
   rank.running.insert(place, &sequence);
   SetPhase(sequence, SequencePhase::kRunning);
   rank.long_prefills += IsLong(sequence);
-  rank.outstanding += needed - static_cast<int64_t>(sequence.lease.pages.size());
   backlog_tokens_ += sequence.remaining() - live.backlog;
   live.backlog = sequence.remaining();
 
@@ -318,6 +317,8 @@ bool Scheduler::TryAdmit(Sequence& sequence, bool obey_long_limit, Clock::time_p
   const size_t scheduled = rank.scheduled.size();
   PlanChunk(rank, sequence, rank.budget, &rank_plan);
   K3_CHECK(rank.scheduled.size() == scheduled + 1);
+  // After the chunk: the pages that it took are no longer available to the next candidate and must not count twice.
+  rank.outstanding += needed - static_cast<int64_t>(sequence.lease.pages.size());
   return true;
 }
 

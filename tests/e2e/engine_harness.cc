@@ -125,12 +125,21 @@ void EngineHarness::Cancel(RequestId id) {
 }
 
 void EngineHarness::PoisonFree() {
+  // What became free since the last step; the rest still holds its poison.
   const CacheManager& cache = scheduler_.cache(0);
-  for (int32_t p = 0; p < config_.latent_pages; ++p) {
-    if (cache.pages().IsFree(PageId{p})) executor_->cache().FillPage(PageId{p}, 0xFF);
+  pages_poisoned_.resize(static_cast<size_t>(config_.latent_pages));
+  slots_poisoned_.resize(static_cast<size_t>(config_.state_slots + config_.snapshot_slots));
+  for (size_t p = 0; p < pages_poisoned_.size(); ++p) {
+    const PageId page{static_cast<int32_t>(p)};
+    const bool free = cache.pages().IsFree(page);
+    if (free && !pages_poisoned_[p]) executor_->cache().FillPage(page, 0xFF);
+    pages_poisoned_[p] = free;
   }
-  for (int32_t s = 0; s < config_.state_slots + config_.snapshot_slots; ++s) {
-    if (cache.states().IsFree(StateSlot{s})) executor_->cache().FillSlot(StateSlot{s}, 0xFF);
+  for (size_t s = 0; s < slots_poisoned_.size(); ++s) {
+    const StateSlot slot{static_cast<int32_t>(s)};
+    const bool free = cache.states().IsFree(slot);
+    if (free && !slots_poisoned_[s]) executor_->cache().FillSlot(slot, 0xFF);
+    slots_poisoned_[s] = free;
   }
 }
 
@@ -167,7 +176,7 @@ Outcome RunAlone(TestModel& model, const TestRequest& request) {
   config.state_slots = request.choices;
   config.max_num_seqs = request.choices;
   config.enable_prefix_caching = false;
-  config.max_num_batched_tokens = 4096;
+  config.max_num_batched_tokens = static_cast<int32_t>(request.prompt.size()) + request.choices;
   EngineHarness harness(model, config);
   const RequestId id = harness.Submit(request);
   harness.RunAll();

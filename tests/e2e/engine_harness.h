@@ -103,6 +103,8 @@ class EngineHarness {
   std::unique_ptr<Executor> executor_;
   StepPlan plan_;
   StepResult result_;
+  std::vector<bool> pages_poisoned_;
+  std::vector<bool> slots_poisoned_;
   RequestId next_id_ = 1;
   std::map<RequestId, std::shared_ptr<Outcome>> outcomes_;
 };
