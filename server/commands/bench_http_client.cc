@@ -10,6 +10,7 @@
 #include <boost/beast/http.hpp>
 #include <chrono>
 #include <condition_variable>
+#include <limits>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -176,7 +177,7 @@ class BenchHttpClient::Exchange : public std::enable_shared_from_this<Exchange> 
  private:
   void Connect(bool reuse) {
     parser_.emplace();
-    parser_->body_limit(boost::none);
+    parser_->body_limit(std::numeric_limits<uint64_t>::max());
     buffer_.clear();
     if (reuse) stream_ = loop_->TakeConnection();
     reused_ = reuse && stream_ != nullptr;
