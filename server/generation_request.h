@@ -36,6 +36,7 @@ struct RequestedSampling {
 
 struct RequestedStopping {
   std::optional<uint32_t> max_new_tokens;
+  uint32_t max_new_tokens_if_absent = 0;  // then at most this many, as far as there is room; 0: all the room
   std::optional<uint32_t> min_new_tokens;
   std::vector<std::string> stop;
   std::vector<uint32_t> stop_token_ids;

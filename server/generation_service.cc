@@ -10,6 +10,7 @@
 #include "server/request_validation.h"
 #include "server/text/field_error.h"
 #include "server/text/json_parser.h"
+#include "server/tool_checks.h"
 
 namespace k3 {
 namespace {
@@ -177,6 +178,8 @@ absl::StatusOr<GenerationService::Prompt> GenerationService::ChatPromptOf(const 
     chat.options.response_format = ResponseFormat::kJsonSchema;
     chat.options.response_schema = *std::move(schema);
   }
+  const absl::Status tools = CheckTools(chat, options_.vendor_strict);
+  if (!tools.ok()) return WithChatPath(tools);
   absl::StatusOr<ChatPrompt> rendered = model.renderer->RenderToIds(chat);
   if (!rendered.ok()) return WithChatPath(rendered.status());
   Prompt prompt;
@@ -264,6 +267,7 @@ absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(const 
   stream_options.accepted.effective = effective;
   stream_options.eos_token_ids = model.eos_token_ids;
   if (effective.params.prompt_logprobs) stream_options.prompt_tokens = prompt.ids;
+  if (effective.params.prompt_logprobs || request.output.token_ids) stream_options.accepted.prompt_ids = prompt.ids;
   stream_options.token_ids = request.output.token_ids;
   stream_options.coalesce_tokens = static_cast<int32_t>(std::min<uint32_t>(request.output.coalesce_tokens, 1 << 20));
   stream_options.drain_eagerly = !request.stopping.stop.empty() || !request.parallel_tool_calls;

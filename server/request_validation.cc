@@ -52,6 +52,22 @@ absl::Status CheckSampling(const RequestedSampling& sampling, const EngineLimits
   return absl::OkStatus();
 }
 
+// The vendor fixes these for its model and answers other values with an error.
+absl::Status CheckFixedSampling(const RequestedSampling& sampling) {
+  const auto fixed = [](const std::optional<float>& value, float wanted, const char* path) {
+    if (!value.has_value() || *value == wanted) return absl::OkStatus();
+    return InvalidField(path, absl::StrCat("this model runs with ", wanted, " only, not ", *value));
+  };
+  absl::Status status = fixed(sampling.temperature, 1.0f, "sampling.temperature");
+  if (status.ok()) status = fixed(sampling.top_p, 0.95f, "sampling.top_p");
+  if (status.ok()) status = fixed(sampling.presence_penalty, 0.0f, "sampling.presence_penalty");
+  if (status.ok()) status = fixed(sampling.frequency_penalty, 0.0f, "sampling.frequency_penalty");
+  if (status.ok() && sampling.n.value_or(1) != 1) {
+    status = InvalidField("sampling.n", absl::StrCat("this model gives 1 choice only, not ", *sampling.n));
+  }
+  return status;
+}
+
 absl::Status CheckStopping(const RequestedStopping& stopping, const EngineLimits& limits,
                            const ValidationOptions& options) {
   const int max_strings = options.vendor_strict ? 5 : kMaxStopStrings;
@@ -116,6 +132,8 @@ absl::StatusOr<EffectiveSampling> ResolveSampling(const GenerationRequest& reque
   const RequestedSampling& wanted = request.sampling;
   const RequestedStopping& stopping = request.stopping;
   absl::Status status = CheckSampling(wanted, limits);
+  if (!status.ok()) return status;
+  if (options.vendor_strict) status = CheckFixedSampling(wanted);
   if (!status.ok()) return status;
   status = CheckStopping(stopping, limits, options);
   if (!status.ok()) return status;
@@ -189,7 +207,9 @@ absl::Status ResolveLength(const GenerationRequest& request, int64_t prompt_toke
     details.preconditions.push_back({"latent_pages", "k3serve", message});
     return WithDetails(absl::FailedPreconditionError(message), details);
   }
-  const int64_t room = std::min<int64_t>(limits.max_model_len, pool_tokens) - prompt_tokens;
+  int64_t room = std::min<int64_t>(limits.max_model_len, pool_tokens) - prompt_tokens;
+  const uint32_t usual = request.stopping.max_new_tokens_if_absent;
+  if (usual > 0) room = std::min<int64_t>(room, usual);
   effective->params.max_new_tokens = static_cast<int32_t>(wanted.has_value() ? reply : room);
   const int64_t least = request.stopping.min_new_tokens.value_or(0);
   if (least > effective->params.max_new_tokens) {

@@ -13,7 +13,7 @@
 namespace k3 {
 
 struct ValidationOptions {
-  bool vendor_strict = false;
+  bool vendor_strict = false;  // temperature, top_p, n and penalties are fixed; 5 stop strings of 32 bytes
 };
 
 // Limits that are part of the contract.

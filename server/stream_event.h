@@ -33,6 +33,7 @@ struct AcceptedEvent {
   int32_t cached_tokens = 0;
   int32_t opening_tokens = 0;  // at the prompt's end: they only open the reply's channel
   EffectiveSampling effective;
+  std::vector<int32_t> prompt_ids;  // only with prompt log-probabilities or token ids asked for
 };
 
 struct PrefillEvent {

@@ -1,0 +1,316 @@
+#include "server/openai/request_fields.h"
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/error_details.h"
+#include "server/request_validation.h"
+#include "server/text/chat_renderer.h"
+#include "server/text/json_writer.h"
+
+namespace k3 {
+namespace {
+
+std::optional<float> ReadFloat(FieldReader& body, std::string_view key, double low, double high) {
+  const std::optional<double> number = body.Number(key, low, high);
+  if (!number) return std::nullopt;
+  return static_cast<float>(*number);
+}
+
+void ReadTopP(FieldReader& body, GenerationRequest* request) {
+  const std::optional<double> top_p = body.Number("top_p", 0, 1);
+  // A positive double may round to the float 0.
+  if (top_p && *top_p <= 0) return body.Fail("top_p", "must be above 0 and at most 1");
+  if (top_p) request->sampling.top_p = std::max(static_cast<float>(*top_p), std::numeric_limits<float>::min());
+}
+
+void ReadTopK(FieldReader& body, GenerationRequest* request) {
+  // -1 is how some servers say "off".
+  const std::optional<int64_t> top_k = body.Integer("top_k", -1, std::numeric_limits<int64_t>::max());
+  if (!top_k) return;
+  const int64_t capped = std::min<int64_t>(*top_k, std::numeric_limits<int32_t>::max());
+  request->sampling.top_k = static_cast<uint32_t>(std::max<int64_t>(capped, 0));
+}
+
+void ReadSeed(FieldReader& body, GenerationRequest* request) {
+  const JsonValue* value = body.Get("seed");
+  if (value == nullptr) return;
+  if (value->kind == JsonValue::Kind::kInteger && value->text[0] != '-') {
+    uint64_t seed = 0;  // as gRPC takes it: above int64 too
+    const char* const end = value->text.data() + value->text.size();
+    if (std::from_chars(value->text.data(), end, seed).ec != std::errc()) {
+      return body.Fail("seed", "must fit into 64 bits");
+    }
+    request->sampling.seed = seed;
+    return;
+  }
+  const std::optional<int64_t> seed =
+      body.Integer("seed", std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
+  if (seed) request->sampling.seed = static_cast<uint64_t>(*seed);
+}
+
+void ReadLogitBias(FieldReader& body, GenerationRequest* request) {
+  const JsonValue* object = body.Object("logit_bias");
+  if (object == nullptr) return;
+  if (object->keys.size() > kMaxLogitBias) {
+    return body.Fail("logit_bias", absl::StrCat("has ", object->keys.size(), " entries; at most ", kMaxLogitBias));
+  }
+  for (size_t i = 0; i < object->keys.size(); ++i) {
+    const std::string& key = object->keys[i];
+    uint32_t id = 0;
+    const char* const end = key.data() + key.size();
+    const auto parsed = std::from_chars(key.data(), end, id);
+    if (parsed.ec != std::errc() || parsed.ptr != end) {
+      return body.Fail("logit_bias", absl::StrCat("\"", Excerpt(key), "\" is no token id"));
+    }
+    const double bias = object->items[i].AsDouble();
+    if (!object->items[i].is_number() || !(bias >= -100 && bias <= 100)) {
+      return body.Fail("logit_bias", absl::StrCat("the value of ", id, " must be a number from -100 to 100"));
+    }
+    request->sampling.logit_bias.emplace_back(id, static_cast<float>(bias));
+  }
+}
+
+void ReadStop(FieldReader& body, GenerationRequest* request) {
+  const JsonValue* stop = body.Get("stop");
+  if (stop == nullptr) return;
+  if (stop->is_string()) {
+    request->stopping.stop = {stop->text};
+  } else if (stop->is_array()) {
+    if (stop->items.size() > kMaxStopStrings) {
+      return body.Fail("stop", absl::StrCat("has ", stop->items.size(), " strings; at most ", kMaxStopStrings));
+    }
+    for (const JsonValue& item : stop->items) {
+      if (!item.is_string()) return body.Fail("stop", "expected a string or a list of strings");
+      request->stopping.stop.push_back(item.text);
+    }
+  } else {
+    return body.Fail("stop", "expected a string or a list of strings");
+  }
+  for (const std::string& text : request->stopping.stop) {
+    if (text.empty()) return body.Fail("stop", "a stop string must not be empty");
+  }
+}
+
+void ReadStopTokenIds(FieldReader& body, GenerationRequest* request) {
+  const JsonValue* ids = body.Array("stop_token_ids");
+  if (ids == nullptr) return;
+  if (ids->items.size() > kMaxStopTokenIds) {
+    return body.Fail("stop_token_ids", absl::StrCat("has ", ids->items.size(), " ids; at most ", kMaxStopTokenIds));
+  }
+  for (const JsonValue& item : ids->items) {
+    const std::optional<int64_t> id = WholeNumber(item);
+    if (!id || *id < 0 || *id > std::numeric_limits<uint32_t>::max()) {
+      return body.Fail("stop_token_ids", "expected token ids");
+    }
+    request->stopping.stop_token_ids.push_back(static_cast<uint32_t>(*id));
+  }
+}
+
+void ReadRepetitionStop(FieldReader& body, GenerationRequest* request) {
+  const JsonValue* value = body.Object("repetition_stop");
+  if (value == nullptr) return;
+  FieldReader fields(*value, "repetition_stop");
+  request->stopping.repetition_max_period = static_cast<uint32_t>(fields.Integer("max_period", 1, 4096).value_or(0));
+  request->stopping.repetition_count = static_cast<uint32_t>(fields.Integer("count", 2, 4096).value_or(0));
+  body.Adopt(fields.status());
+}
+
+void SetConstraint(FieldReader& body, std::string_view key, RequestedConstraint::Kind kind, std::string text,
+                   GenerationRequest* request) {
+  if (request->constraint.kind != RequestedConstraint::Kind::kNone) {
+    return body.Fail(key, "only one way to constrain the output can be used");
+  }
+  request->constraint = {kind, std::move(text)};
+}
+
+// A schema may come as an object or as its text; `true` and `false` are schemas too.
+std::optional<std::string> SchemaText(const JsonValue& schema) {
+  if (schema.is_string()) return schema.text;
+  if (schema.is_object() || schema.is_bool()) return WriteJson(schema, {.number_as_written = true});
+  return std::nullopt;
+}
+
+void ReadJsonSchemaFormat(FieldReader& body, const JsonValue& format, const OpenAiOptions& options,
+                          GenerationRequest* request) {
+  if (const JsonValue* wrapper = format.Find("json_schema"); options.vendor_strict || wrapper != nullptr) {
+    const JsonValue missing;
+    FieldReader fields(wrapper == nullptr ? missing : *wrapper, "response_format.json_schema");
+    const std::optional<std::string> name = fields.String("name");
+    fields.Bool("strict");
+    if (options.vendor_strict && fields.ok()) {
+      if (!name || name->empty()) fields.Fail("name", "is required");
+      if (fields.Object("schema") == nullptr) fields.Fail("schema", "is required");
+    }
+    if (!fields.ok()) return body.Adopt(fields.status());
+  }
+  const JsonValue schema = SchemaOfResponseFormat(format);
+  const std::optional<std::string> text = SchemaText(schema);
+  if (!text) return body.Fail("response_format", "json_schema.schema must be a JSON schema");
+  SetConstraint(body, "response_format", RequestedConstraint::Kind::kJsonSchema, *text, request);
+}
+
+void ReadResponseFormat(FieldReader& body, const OpenAiOptions& options, GenerationRequest* request) {
+  using Kind = RequestedConstraint::Kind;
+  const JsonValue* format = body.Object("response_format");
+  if (format == nullptr) return;
+  const JsonValue* type = format->Find("type");
+  if (type == nullptr || !type->is_string()) return body.Fail("response_format", "type must be a string");
+  if (type->text == "text") return;
+  if (type->text == "json_object") return SetConstraint(body, "response_format", Kind::kJsonObject, "", request);
+  if (type->text == "json_schema") return ReadJsonSchemaFormat(body, *format, options, request);
+  const bool regex = type->text == "regex";
+  if (regex || type->text == "ebnf" || type->text == "grammar") {
+    for (const std::string_view key : {"pattern", "regex", "grammar", "ebnf"}) {
+      const JsonValue* text = format->Find(key);
+      if (text == nullptr || !text->is_string()) continue;
+      return SetConstraint(body, "response_format", regex ? Kind::kRegex : Kind::kEbnf, text->text, request);
+    }
+    return body.Fail("response_format",
+                     absl::StrCat("type ", type->text, " needs a string '", regex ? "pattern" : "grammar", "'"));
+  }
+  if (type->text == "structural_tag") {
+    return SetConstraint(body, "response_format", Kind::kStructuralTag, WriteJson(*format, {.number_as_written = true}),
+                         request);
+  }
+  body.Fail("response_format", absl::StrCat("unknown type \"", Excerpt(type->text),
+                                            "\", expected text, json_object, json_schema, regex or ebnf"));
+}
+
+// What vLLM takes: guided_json and the like, or the same names without "guided_" inside structured_outputs.
+void ReadGuided(FieldReader& body, FieldReader& fields, const std::string& prefix, std::string_view where,
+                GenerationRequest* request) {
+  using Kind = RequestedConstraint::Kind;
+  const auto key = [&](std::string_view name) { return prefix + std::string(name); };
+  if (const JsonValue* schema = fields.Get(key("json"))) {
+    const std::optional<std::string> text = SchemaText(*schema);
+    if (!text) return fields.Fail(key("json"), "expected a JSON schema");
+    SetConstraint(body, where.empty() ? key("json") : where, Kind::kJsonSchema, *text, request);
+  }
+  if (const auto regex = fields.String(key("regex"))) {
+    SetConstraint(body, where.empty() ? key("regex") : where, Kind::kRegex, *regex, request);
+  }
+  if (const auto grammar = fields.String(key("grammar"))) {
+    SetConstraint(body, where.empty() ? key("grammar") : where, Kind::kEbnf, *grammar, request);
+  }
+  if (const JsonValue* choices = fields.Array(key("choice"))) {
+    // A choice is plain text, not a JSON string: an alternation of literals.
+    std::string ebnf = "root ::= ";
+    for (size_t i = 0; i < choices->items.size(); ++i) {
+      if (!choices->items[i].is_string()) return fields.Fail(key("choice"), "expected a list of strings");
+      if (i > 0) ebnf += " | ";
+      ebnf += '"';
+      AppendJsonEscaped(choices->items[i].text, &ebnf);
+      ebnf += '"';
+    }
+    if (choices->items.empty()) return fields.Fail(key("choice"), "the list of choices is empty");
+    SetConstraint(body, where.empty() ? key("choice") : where, Kind::kEbnf, ebnf, request);
+  }
+  if (fields.Bool(key("json_object")).value_or(false)) {
+    SetConstraint(body, where.empty() ? key("json_object") : where, Kind::kJsonObject, "", request);
+  }
+}
+
+}  // namespace
+
+void ReadCommonFields(FieldReader& body, GenerationRequest* request, OpenAiReplyOptions* reply) {
+  request->model = body.String("model").value_or("");
+  RequestedSampling& sampling = request->sampling;
+  sampling.temperature = ReadFloat(body, "temperature", 0, 2);
+  ReadTopP(body, request);
+  ReadTopK(body, request);
+  sampling.min_p = ReadFloat(body, "min_p", 0, 1);
+  sampling.presence_penalty = ReadFloat(body, "presence_penalty", -2, 2);
+  sampling.frequency_penalty = ReadFloat(body, "frequency_penalty", -2, 2);
+  sampling.repetition_penalty = ReadFloat(body, "repetition_penalty", 0, 10);
+  ReadSeed(body, request);
+  ReadLogitBias(body, request);
+  if (const auto n = body.Integer("n", 1, kMaxChoices)) {
+    sampling.n = static_cast<uint32_t>(*n);
+    reply->choices_per_prompt = static_cast<int32_t>(*n);
+  }
+  ReadStop(body, request);
+  ReadStopTokenIds(body, request);
+  ReadRepetitionStop(body, request);
+  request->stopping.ignore_eos = body.Bool("ignore_eos").value_or(false);
+  if (const auto least = body.CappedInteger("min_tokens", 0, std::numeric_limits<uint32_t>::max())) {
+    request->stopping.min_new_tokens = static_cast<uint32_t>(*least);
+  }
+  request->cache.salt = body.String("cache_salt").value_or("");
+  request->cache.bypass = body.Bool("bypass_prefix_cache").value_or(false);
+  request->session_id = body.String("session_id").value_or("");
+  request->priority = static_cast<int32_t>(
+      body.Integer("priority", std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()).value_or(0));
+}
+
+void ReadStreamFields(FieldReader& body, OpenAiReplyOptions* reply) {
+  reply->stream = body.Bool("stream").value_or(false);
+  const JsonValue* value = body.Object("stream_options");
+  if (value == nullptr) return;
+  if (!reply->stream) return body.Fail("stream_options", "is allowed only with stream: true");
+  FieldReader fields(*value, "stream_options");
+  reply->include_usage = fields.Bool("include_usage").value_or(false);
+  reply->continuous_usage = fields.Bool("continuous_usage_stats").value_or(false);
+  reply->heartbeat = fields.Bool("heartbeat").value_or(true);
+  body.Adopt(fields.status());
+}
+
+void ReadOutputFields(FieldReader& body, GenerationRequest* request, OpenAiReplyOptions* reply) {
+  reply->token_ids = body.Bool("return_token_ids").value_or(false);
+  request->output.token_ids = reply->token_ids;
+  if (const JsonValue* value = body.Get("prompt_logprobs")) {
+    // vLLM's: a number of alternatives; true is 0 of them.
+    if (value->is_bool()) {
+      reply->prompt_logprobs = value->boolean;
+    } else if (const auto count = body.Integer("prompt_logprobs", 0, kMaxTopLogprobs)) {
+      reply->prompt_logprobs = true;
+      reply->prompt_top_logprobs = static_cast<int32_t>(*count);
+    }
+    if (reply->prompt_logprobs && reply->stream) body.Fail("prompt_logprobs", "is not available for streams");
+  }
+  // Echoed text carries log-probabilities of its own when they are asked for, and a run of no tokens needs them to be
+  // a run at all.
+  const bool echo_logprobs = reply->echo && (reply->logprobs || request->stopping.max_new_tokens == 0u);
+  request->output.prompt_logprobs = reply->prompt_logprobs || echo_logprobs;
+  if (reply->logprobs || request->output.prompt_logprobs) {
+    request->output.top_logprobs = static_cast<uint32_t>(std::max(reply->top_logprobs, reply->prompt_top_logprobs));
+  }
+}
+
+void ReadConstraint(FieldReader& body, GenerationRequest* request, const OpenAiOptions& options) {
+  ReadResponseFormat(body, options, request);
+  ReadGuided(body, body, "guided_", "", request);
+  if (const JsonValue* value = body.Object("structured_outputs")) {
+    FieldReader fields(*value, "structured_outputs");
+    ReadGuided(body, fields, "", "structured_outputs", request);
+    body.Adopt(fields.status());
+  }
+}
+
+void RefuseUnsupported(FieldReader& body, OpenAiRoute route) {
+  const auto refuse = [&](std::string_view key, std::string_view why) {
+    if (body.Has(key)) body.Fail(key, why);
+  };
+  if (route == OpenAiRoute::kChat) {
+    refuse("functions", "was replaced by tools: send tools and tool_choice");
+    refuse("function_call", "was replaced by tool_choice: send tools and tool_choice");
+    refuse("audio", "this server makes no audio");
+    refuse("web_search_options", "this server does not search the web");
+    if (const JsonValue* modalities = body.Array("modalities")) {
+      for (const JsonValue& item : modalities->items) {
+        if (!item.is_string() || item.text != "text") body.Fail("modalities", "this server makes text only");
+      }
+    }
+  } else if (const auto suffix = body.String("suffix"); suffix && !suffix->empty()) {
+    body.Fail("suffix", "the model does not insert text before a suffix");
+  }
+  if (const auto best_of = body.Integer("best_of", 1, std::numeric_limits<int32_t>::max()); best_of && *best_of != 1) {
+    body.Fail("best_of", "is not supported: ask for n choices and choose among them");
+  }
+  if (body.Bool("use_beam_search").value_or(false)) body.Fail("use_beam_search", "is not supported");
+}
+
+}  // namespace k3
