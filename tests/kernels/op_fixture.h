@@ -45,6 +45,8 @@ class OpTest : public ::testing::TestWithParam<Backend> {
   double tolerance() const { return GetParam().tolerance; }
   double kda_tolerance() const { return GetParam().kda_tolerance; }
   bool batch_invariant() const { return GetParam().batch_invariant; }
+  // The scalar loops: a hundred times slower, so that tests give them smaller cases.
+  bool slow() const { return GetParam().name == "cpu_scalar"; }
 };
 
 #define K3_INSTANTIATE_OPS(suite)                                 \
