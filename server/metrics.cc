@@ -308,9 +308,9 @@ std::unique_ptr<RequestMetrics> Metrics::OnAccepted(int32_t prompt_tokens, int32
 
 void Metrics::OnRejected(absl::StatusCode code) { rejected_.Add({{"reason", RejectReason(code)}}).Increment(); }
 
-void Metrics::OnStep(double seconds, int32_t batch_tokens) {
-  step_duration_.Observe(seconds);
-  step_batch_tokens_.Observe(batch_tokens);
+void Metrics::OnStep(const StepStats& stats) {
+  step_duration_.Observe(stats.seconds);
+  step_batch_tokens_.Observe(stats.tokens);
 }
 
 void Metrics::OnExpertLoad(const std::string& layer_group, double max_over_mean) {

@@ -16,6 +16,7 @@
 
 #include "absl/status/status.h"
 #include "engine/engine_interface.h"
+#include "engine/engine_observer.h"
 #include "engine/request.h"
 
 namespace k3 {
@@ -59,8 +60,9 @@ class RequestMetrics {
 
 // Every metric of the process, prefix k3serve_. Counters and histograms are fed by the hooks; gauges and engine totals
 // are read from the engine at each Render, so they are right while it idles too. Thread-safe. Must outlive every
-// RequestMetrics made from it.
-class Metrics {
+// RequestMetrics made from it, and the engine that it observes: of the engine's events it takes the steps only, since
+// requests are counted by the service, which also sees those that the engine never gets.
+class Metrics : public EngineObserver {
  public:
   struct Options {
     std::string version;
@@ -79,8 +81,8 @@ class Metrics {
                                              Clock::time_point arrival = Clock::now());
   // A request that the engine never got, by the status code that the client saw.
   void OnRejected(absl::StatusCode code);
-  // One finished engine step: its wall time and the tokens of all ranks in it.
-  void OnStep(double seconds, int32_t batch_tokens);
+  using EngineObserver::OnRejected;
+  void OnStep(const StepStats& stats) override;
   // Busiest expert over the mean of all experts of a group of layers, over the steps since the last call.
   void OnExpertLoad(const std::string& layer_group, double max_over_mean);
   // Share of expert choices in which the balance rule replaced the router's own choice.

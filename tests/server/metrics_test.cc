@@ -277,7 +277,7 @@ TEST(MetricsTest, CountsFromManyThreadsWhileScraped) {
         auto request = metrics.OnAccepted(10, 1);
         for (int k = 0; k < 4; ++k) request->OnToken(0);
         request->OnFinished(Outcome::kLength, Usage(10, 4));
-        metrics.OnStep(0.01, 4);
+        metrics.OnStep({.seconds = 0.01, .tokens = 4});
       }
     });
   }
