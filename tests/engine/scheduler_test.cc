@@ -26,7 +26,8 @@ TEST(SchedulerTest, OneRequestGivesTheModelsTokens) {
 TEST(SchedulerTest, ManyRequestsTogetherGiveWhatEachGivesAlone) {
   SchedulerHarness harness(SchedulerHarness::SmallConfig());
   std::vector<Handle> handles;
-  for (uint64_t i = 0; i < 20; ++i) handles.push_back(harness.Submit(RandomPrompt(1 + i * 13, i), 5 + static_cast<int32_t>(i)));
+  for (uint64_t i = 0; i < 20; ++i)
+    handles.push_back(harness.Submit(RandomPrompt(1 + i * 13, i), 5 + static_cast<int32_t>(i)));
   harness.Run();
   for (const Handle& handle : handles) harness.ExpectAlone(handle);
   harness.ExpectIdle();
