@@ -18,9 +18,6 @@
 
 namespace k3 {
 
-// Key of the status payload with the milliseconds after which a refused request may come again, in decimal.
-inline constexpr char kRetryAfterPayload[] = "k3.retry_after_ms";
-
 // The step loop: one thread that owns the Scheduler and drives a StepRunner. Everything else talks to it through the
 // inbox. Submits, cancels and stops that arrive during a step take effect before the next one is planned.
 class Engine final : public EngineInterface {

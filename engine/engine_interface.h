@@ -9,6 +9,9 @@
 
 namespace k3 {
 
+// Key of the status payload with the milliseconds after which a refused request may come again, in decimal.
+inline constexpr char kRetryAfterPayload[] = "k3.retry_after_ms";
+
 // What a request may ask for; fixed after start-up.
 struct EngineLimits {
   int32_t vocab_size = 0;

@@ -4,6 +4,8 @@
 #include <random>
 #include <utility>
 
+#include "absl/strings/cord.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "server/error_details.h"
@@ -65,6 +67,12 @@ absl::Status QueueRefusal(const absl::Status& status, const EngineInterface& eng
   details.quotas.push_back({"queue", std::string(status.message())});
   // Longer queues drain later; clients honour at most two minutes.
   details.retry_after = absl::Seconds(std::clamp(1 + load.waiting / 32, 1, 60));
+  // The engine knows better where it has seen steps go by.
+  int64_t retry_ms = 0;
+  const auto payload = status.GetPayload(kRetryAfterPayload);
+  if (payload.has_value() && absl::SimpleAtoi(std::string(*payload), &retry_ms)) {
+    details.retry_after = absl::Milliseconds(retry_ms);
+  }
   return WithDetails(status, details);
 }
 
@@ -271,7 +279,7 @@ absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(const 
   stream_options.token_ids = request.output.token_ids;
   stream_options.coalesce_tokens = static_cast<int32_t>(std::min<uint32_t>(request.output.coalesce_tokens, 1 << 20));
   stream_options.drain_eagerly = !request.stopping.stop.empty() || !request.parallel_tool_calls;
-  ChoiceReaderOptions reader;
+  ChoiceReader::Options reader;
   reader.tokenizer = model.tokenizer;
   reader.stop_strings = request.stopping.stop;
   reader.parallel_tool_calls = request.parallel_tool_calls;
@@ -280,7 +288,7 @@ absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(const 
     reader.open_channel = prompt.open_channel;
     reader.history_calls = prompt.history_calls;
   }
-  for (int32_t i = 0; i < num_choices; ++i) stream_options.readers.push_back(MakeChoiceReader(reader));
+  for (int32_t i = 0; i < num_choices; ++i) stream_options.readers.push_back(std::make_unique<ChoiceReader>(reader));
   uint64_t key = 0;
   {
     std::lock_guard lock(mutex_);

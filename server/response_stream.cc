@@ -252,7 +252,7 @@ void ResponseStream::ReadToken(int32_t index, int32_t token, const float* logpro
       if (delta != nullptr) ++delta->tokens;
     }
   }
-  if (!choice.reader->Stopped()) return;
+  if (!choice.reader->stopped()) return;
   std::optional<RequestId> id;
   {
     std::lock_guard lock(mutex_);

@@ -1,15 +1,10 @@
 #pragma once
 
-#include <string>
-
 namespace k3 {
 
 // The release, e.g. "0.1.0".
 extern const char kVersion[];
 // The commit that was built, with "-dirty" when files differed; "unknown" outside a checkout.
 extern const char kCommit[];
-
-// What `k3serve version` prints: release, commit, compiler, libraries, and the processors compiled in.
-std::string VersionText();
 
 }  // namespace k3
