@@ -11,7 +11,7 @@
 namespace k3 {
 
 // SplitMix64's finaliser over a Weyl sequence.
-inline uint64_t RandomBits(uint64_t seed, uint64_t index) {
+inline uint64_t RandomWeightBits(uint64_t seed, uint64_t index) {
   uint64_t z = seed * 0xd1342543de82ef95u + (index + 1) * 0x9e3779b97f4a7c15u;
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
@@ -19,20 +19,20 @@ inline uint64_t RandomBits(uint64_t seed, uint64_t index) {
 }
 
 // Normal deviate of mean 0 (Box-Muller).
-inline float RandomNormal(uint64_t seed, uint64_t index, float stddev) {
-  const uint64_t bits = RandomBits(seed, index);
+inline float RandomWeight(uint64_t seed, uint64_t index, float stddev) {
+  const uint64_t bits = RandomWeightBits(seed, index);
   const float u = (static_cast<float>(bits >> 40) + 1) * 0x1p-24f;  // (0, 1]
   const float v = static_cast<float>(bits & 0xffffff) * 0x1p-24f;
   return stddev * std::sqrt(-2 * std::log(u)) * std::cos(6.2831853f * v);
 }
 
 // Packed MXFP4 without data: uniform codes; their root mean square is 2.93, hence the one scale code of the tensor.
-inline uint8_t RandomMxfp4Scale(float stddev) {
+inline uint8_t RandomWeightMxfp4Scale(float stddev) {
   const int code = 127 + static_cast<int>(std::lround(std::log2(stddev > 0 ? stddev / 2.93f : 1.0f)));
   return static_cast<uint8_t>(code < 1 ? 1 : code > 254 ? 254 : code);
 }
-inline uint8_t RandomMxfp4Byte(uint64_t seed, uint64_t index) {
-  return static_cast<uint8_t>(RandomBits(seed, index) >> 56);
+inline uint8_t RandomWeightMxfp4Byte(uint64_t seed, uint64_t index) {
+  return static_cast<uint8_t>(RandomWeightBits(seed, index) >> 56);
 }
 
 }  // namespace k3

@@ -32,7 +32,7 @@ void ReadRow(const HostTensor& t, int64_t row, float* out) {
   const int64_t begin = row * (t.row_stride > 0 ? t.row_stride : cols);
   for (int64_t c = 0; c < cols; ++c) {
     if (t.data == nullptr) {
-      const float value = RandomNormal(t.random_seed, static_cast<uint64_t>(begin + c), t.random_stddev);
+      const float value = RandomWeight(t.random_seed, static_cast<uint64_t>(begin + c), t.random_stddev);
       out[c] = t.dtype == DType::kBF16 ? Bf16ToFloat(FloatToBf16(value)) : value;
     } else if (t.dtype == DType::kF32) {
       std::memcpy(&out[c], static_cast<const char*>(t.data) + 4 * (begin + c), 4);
@@ -137,7 +137,7 @@ PanelMatrix PanelMatrix::PackMxfp4(const HostTensor& packed, const HostTensor& s
   const int64_t scale_stride = scale.row_stride > 0 ? scale.row_stride : scale.shape[1];
   const auto* codes = static_cast<const uint8_t*>(packed.data);
   const auto* scales = static_cast<const uint8_t*>(scale.data);
-  const uint8_t random_scale = RandomMxfp4Scale(packed.random_stddev);
+  const uint8_t random_scale = RandomWeightMxfp4Scale(packed.random_stddev);
   for (int64_t row = 0; row < n; ++row) {
     auto* panel = reinterpret_cast<uint8_t*>(matrix.mutable_panel(row / kWidth));
     const int64_t c = row % kWidth;
@@ -147,7 +147,7 @@ PanelMatrix PanelMatrix::PackMxfp4(const HostTensor& packed, const HostTensor& s
       for (int64_t i = 0; i < kMxfp4Group; ++i) {
         const int64_t index = row * packed_stride + (group * kMxfp4Group + i) / 2;
         const uint8_t pair =
-            codes != nullptr ? codes[index] : RandomMxfp4Byte(packed.random_seed, static_cast<uint64_t>(index));
+            codes != nullptr ? codes[index] : RandomWeightMxfp4Byte(packed.random_seed, static_cast<uint64_t>(index));
         const int code = (pair >> (4 * (i & 1))) & 15;
         out[kWidth + i * 16 + c % 16] |= static_cast<uint8_t>(code << (4 * (c / 16)));
       }
