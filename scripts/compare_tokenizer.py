@@ -170,4 +170,5 @@ def main():
     print(f"{compared} encodings and 256 single bytes equal tiktoken {tiktoken.__version__}'s")
 
 
-main()
+if __name__ == "__main__":
+    main()

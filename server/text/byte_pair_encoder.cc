@@ -1,7 +1,6 @@
 #include "server/text/byte_pair_encoder.h"
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <queue>
 
@@ -10,13 +9,14 @@ namespace {
 
 constexpr uint32_t kNoRank = UINT32_MAX;
 // Up to here scanning for the lowest rank beats keeping a heap.
-constexpr size_t kShortPiece = 96;
+constexpr size_t kShortPiece = 64;
+static_assert(kShortPiece < 256 && TokenTable::kMaxTokens < 1 << 24);
 
 uint32_t ToRank(int32_t id) { return id == TokenTable::kNotFound ? kNoRank : static_cast<uint32_t>(id); }
 
 }  // namespace
 
-void BytePairEncoder::Encode(std::string_view piece, std::vector<int32_t>* ids) const {
+void BytePairEncoder::Encode(std::string_view piece, PieceCache* cache, std::vector<int32_t>* ids) const {
   if (piece.size() == 1) {
     ids->push_back(table_.FindByte(static_cast<uint8_t>(piece[0])));
     return;
@@ -24,7 +24,24 @@ void BytePairEncoder::Encode(std::string_view piece, std::vector<int32_t>* ids) 
   const int32_t whole = table_.Find(piece);
   if (whole != TokenTable::kNotFound) {
     ids->push_back(whole);
-  } else if (piece.size() <= kShortPiece) {
+    return;
+  }
+  if (cache == nullptr || piece.size() > PieceCache::kMaxPieceBytes) {
+    Merge(piece, ids);
+    return;
+  }
+  const std::span<const int32_t> known = cache->Find(piece);
+  if (!known.empty()) {
+    ids->insert(ids->end(), known.begin(), known.end());
+    return;
+  }
+  const size_t before = ids->size();
+  Merge(piece, ids);
+  cache->Store(piece, std::span<const int32_t>(*ids).subspan(before));
+}
+
+void BytePairEncoder::Merge(std::string_view piece, std::vector<int32_t>* ids) const {
+  if (piece.size() <= kShortPiece) {
     MergeShort(piece, ids);
   } else {
     MergeLong(piece, ids);
@@ -32,37 +49,40 @@ void BytePairEncoder::Encode(std::string_view piece, std::vector<int32_t>* ids) 
 }
 
 void BytePairEncoder::MergeShort(std::string_view piece, std::vector<int32_t>* ids) const {
-  // Part i is [start[i], start[i + 1]); rank[i] is that of parts i and i + 1 joined.
-  uint8_t start[kShortPiece + 1];
-  uint32_t rank[kShortPiece];
+  // Parts are named by their first byte. order[i] is the rank of part i joined with the next one, above i itself: the
+  // smallest is the lowest rank, leftmost. Where no part begins, or the pair is no token, it is kNone.
+  constexpr uint32_t kNone = UINT32_MAX;
+  uint32_t order[kShortPiece];
   int32_t id[kShortPiece];
-  size_t parts = piece.size();
-  for (size_t i = 0; i < parts; ++i) {
-    start[i] = static_cast<uint8_t>(i);
-    id[i] = table_.FindByte(static_cast<uint8_t>(piece[i]));
-    rank[i] = i + 1 < parts ? ToRank(table_.FindPair(piece[i], piece[i + 1])) : kNoRank;
-  }
-  start[parts] = static_cast<uint8_t>(parts);
-
-  const auto joined_rank = [&](size_t i) {
-    return i + 1 < parts ? ToRank(table_.Find(piece.substr(start[i], start[i + 2] - start[i]))) : kNoRank;
+  uint8_t next[kShortPiece];  // also the part's end
+  uint8_t previous[kShortPiece + 1];
+  const size_t size = piece.size();
+  const auto ordered = [](int32_t joined, size_t i) {
+    return joined == TokenTable::kNotFound ? kNone : static_cast<uint32_t>(joined) << 8 | static_cast<uint32_t>(i);
   };
-  while (parts > 1) {
-    size_t best = 0;
-    for (size_t i = 1; i + 1 < parts; ++i) {
-      if (rank[i] < rank[best]) best = i;
-    }
-    if (rank[best] == kNoRank) break;
-    id[best] = static_cast<int32_t>(rank[best]);
-    --parts;
-    const size_t tail = parts - best - 1;
-    std::memmove(&start[best + 1], &start[best + 2], (tail + 1) * sizeof(start[0]));
-    std::memmove(&rank[best + 1], &rank[best + 2], tail * sizeof(rank[0]));
-    std::memmove(&id[best + 1], &id[best + 2], tail * sizeof(id[0]));
-    rank[best] = joined_rank(best);
-    if (best > 0) rank[best - 1] = joined_rank(best - 1);
+  for (size_t i = 0; i < size; ++i) {
+    order[i] = i + 1 < size ? ordered(table_.FindPair(piece[i], piece[i + 1]), i) : kNone;
+    id[i] = table_.FindByte(static_cast<uint8_t>(piece[i]));
+    next[i] = static_cast<uint8_t>(i + 1);
+    previous[i] = static_cast<uint8_t>(i - 1);
   }
-  ids->insert(ids->end(), id, id + parts);
+  const auto update = [&](size_t i) {
+    order[i] = next[i] < size ? ordered(table_.Find(piece.substr(i, next[next[i]] - i)), i) : kNone;
+  };
+  while (true) {
+    uint32_t best = kNone;
+    for (size_t i = 0; i < size; ++i) best = std::min(best, order[i]);
+    if (best == kNone) break;
+    const size_t at = best & 0xFF;
+    const size_t removed = next[at];
+    id[at] = static_cast<int32_t>(best >> 8);
+    next[at] = next[removed];
+    previous[next[removed]] = static_cast<uint8_t>(at);
+    order[removed] = kNone;
+    update(at);
+    if (at > 0) update(previous[at]);
+  }
+  for (size_t i = 0; i < size; i = next[i]) ids->push_back(id[i]);
 }
 
 void BytePairEncoder::MergeLong(std::string_view piece, std::vector<int32_t>* ids) const {

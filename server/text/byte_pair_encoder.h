@@ -4,6 +4,7 @@
 #include <string_view>
 #include <vector>
 
+#include "server/text/piece_cache.h"
 #include "server/text/token_table.h"
 
 namespace k3 {
@@ -16,9 +17,11 @@ class BytePairEncoder {
   explicit BytePairEncoder(const TokenTable& table) : table_(table) {}
 
   // Appends the ids of `piece`. A piece that is itself a token is that token, even if merging would not reach it.
-  void Encode(std::string_view piece, std::vector<int32_t>* ids) const;
+  // `cache` may be null; it must have served this encoder only.
+  void Encode(std::string_view piece, PieceCache* cache, std::vector<int32_t>* ids) const;
 
  private:
+  void Merge(std::string_view piece, std::vector<int32_t>* ids) const;
   void MergeShort(std::string_view piece, std::vector<int32_t>* ids) const;
   void MergeLong(std::string_view piece, std::vector<int32_t>* ids) const;
 

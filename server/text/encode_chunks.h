@@ -16,17 +16,20 @@ class EncodeChunks {
   static constexpr size_t kMaxChars = 400'000;
   static constexpr size_t kMaxRun = 25'000;
 
-  explicit EncodeChunks(std::string_view text) : text_(text) {}
+  // `valid_utf8`: the text is known to be, which allows to look at a few bytes only.
+  explicit EncodeChunks(std::string_view text, bool valid_utf8 = false) : text_(text), valid_utf8_(valid_utf8) {}
 
   // False at the end; an empty text has no chunk.
   bool Next(std::string_view* chunk);
 
  private:
+  void BeginSlice();
+
   std::string_view text_;
+  bool valid_utf8_;
   size_t position_ = 0;
-  size_t slice_chars_ = 0;  // since the last cut at kMaxChars
-  size_t run_chars_ = 0;
-  bool run_is_space_ = false;
+  size_t slice_end_ = 0;            // next cut at kMaxChars
+  bool slice_may_have_run_ = true;  // beyond kMaxRun
 };
 
 bool IsPythonSpace(char32_t c);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,8 +13,9 @@ namespace k3 {
 class TokenTable {
  public:
   static constexpr int32_t kNotFound = -1;
+  static constexpr int32_t kMaxTokens = (1 << 24) - 1;
 
-  // Tokens must be distinct and non-empty.
+  // Tokens must be distinct and non-empty, at most kMaxTokens.
   void Build(const std::vector<std::string>& tokens);
 
   int32_t size() const { return static_cast<int32_t>(offsets_.size()) - 1; }
@@ -24,7 +26,16 @@ class TokenTable {
   }
 
   // The id of exactly these bytes, or kNotFound.
-  int32_t Find(std::string_view bytes) const;
+  int32_t Find(std::string_view bytes) const {
+    if (bytes.size() > max_token_bytes_ || bytes.empty()) return kNotFound;
+    const uint64_t key = Key(bytes);
+    for (size_t at = FirstSlot(key, bytes.size());; at = (at + 1) & (slots_.size() - 1)) {
+      const Slot& slot = slots_[at];
+      if (slot.key == key && slot.length == bytes.size() && (bytes.size() <= 8 || Bytes(slot.id) == bytes))
+        return slot.id;
+      if (slot.length == 0) return kNotFound;
+    }
+  }
   // Same for two bytes, by direct indexing: the first round of every merge.
   int32_t FindPair(uint8_t first, uint8_t second) const { return pairs_[first << 8 | second]; }
   int32_t FindByte(uint8_t byte) const { return bytes_[byte]; }
@@ -36,8 +47,30 @@ class TokenTable {
     uint32_t length = 0;  // 0 = empty slot
     int32_t id = 0;
   };
-  static uint64_t Key(std::string_view bytes);
-  size_t FirstSlot(uint64_t key, size_t length) const;
+  template <typename T>
+  static uint64_t Load(const char* p) {
+    T value;
+    std::memcpy(&value, p, sizeof(T));
+    return value;
+  }
+  static uint64_t MultiplyFold(uint64_t a, uint64_t b) {
+    const auto product = static_cast<unsigned __int128>(a) * b;
+    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+  }
+  static uint64_t Key(std::string_view bytes) {
+    const char* p = bytes.data();
+    const size_t n = bytes.size();
+    if (n > 8) return LongKey(bytes);
+    // Overlapping loads: distinct for distinct bytes of one length.
+    if (n >= 4) return Load<uint32_t>(p) | Load<uint32_t>(p + n - 4) << 32;
+    if (n >= 2) return Load<uint16_t>(p) | Load<uint8_t>(p + n - 1) << 16;
+    return n == 1 ? Load<uint8_t>(p) : 0;
+  }
+  static uint64_t LongKey(std::string_view bytes);
+  size_t FirstSlot(uint64_t key, size_t length) const { return MultiplyFold(key ^ length * kMix2, kMix1) >> shift_; }
+
+  static constexpr uint64_t kMix1 = 0x9E3779B97F4A7C15ull;
+  static constexpr uint64_t kMix2 = 0xD1B54A32D192ED03ull;
 
   std::string arena_;
   std::vector<uint32_t> offsets_;

@@ -85,15 +85,7 @@ absl::Status Tokenizer::Encode(std::string_view text, EncodeMode mode, std::vect
   if (valid != text.size()) {
     return absl::InvalidArgumentError(absl::StrCat("text is not valid UTF-8 at byte ", valid));
   }
-  EncodeChunks chunks(text);
-  std::vector<uint32_t> scratch;
-  for (std::string_view chunk; chunks.Next(&chunk);) {
-    if (mode == EncodeMode::kControl) {
-      EncodeControlChunk(chunk, &scratch, ids);
-    } else {
-      EncodeOrdinaryChunk(chunk, &scratch, ids);
-    }
-  }
+  EncodeAll(text, /*valid_utf8=*/true, mode, ids);
   return absl::OkStatus();
 }
 
@@ -105,24 +97,34 @@ absl::StatusOr<std::vector<int32_t>> Tokenizer::Encode(std::string_view text, En
 }
 
 void Tokenizer::EncodeBytes(std::string_view bytes, std::vector<int32_t>* ids) const {
-  EncodeChunks chunks(bytes);
-  std::vector<uint32_t> scratch;
-  for (std::string_view chunk; chunks.Next(&chunk);) EncodeOrdinaryChunk(chunk, &scratch, ids);
+  EncodeAll(bytes, /*valid_utf8=*/false, EncodeMode::kOrdinary, ids);
 }
 
-void Tokenizer::EncodeOrdinaryChunk(std::string_view chunk, std::vector<uint32_t>* scratch,
-                                    std::vector<int32_t>* ids) const {
-  scratch->clear();
-  pretokenizer_->Split(chunk, scratch);
+void Tokenizer::EncodeAll(std::string_view text, bool valid_utf8, EncodeMode mode, std::vector<int32_t>* ids) const {
+  constexpr size_t kCacheFromBytes = 8 * 1024;
+  Scratch scratch;
+  if (text.size() >= kCacheFromBytes) scratch.cache = std::make_unique<PieceCache>();
+  EncodeChunks chunks(text, valid_utf8);
+  for (std::string_view chunk; chunks.Next(&chunk);) {
+    if (mode == EncodeMode::kControl) {
+      EncodeControlChunk(chunk, &scratch, ids);
+    } else {
+      EncodeOrdinaryChunk(chunk, &scratch, ids);
+    }
+  }
+}
+
+void Tokenizer::EncodeOrdinaryChunk(std::string_view chunk, Scratch* scratch, std::vector<int32_t>* ids) const {
+  scratch->piece_ends.clear();
+  pretokenizer_->Split(chunk, &scratch->piece_ends);
   uint32_t begin = 0;
-  for (const uint32_t end : *scratch) {
-    encoder_.Encode(chunk.substr(begin, end - begin), ids);
+  for (const uint32_t end : scratch->piece_ends) {
+    encoder_.Encode(chunk.substr(begin, end - begin), scratch->cache.get(), ids);
     begin = end;
   }
 }
 
-void Tokenizer::EncodeControlChunk(std::string_view chunk, std::vector<uint32_t>* scratch,
-                                   std::vector<int32_t>* ids) const {
+void Tokenizer::EncodeControlChunk(std::string_view chunk, Scratch* scratch, std::vector<int32_t>* ids) const {
   size_t plain_begin = 0;
   size_t at = chunk.find_first_of(special_first_bytes_);
   while (at != std::string_view::npos) {

@@ -62,9 +62,15 @@ class Tokenizer {
 
   static std::optional<int32_t> Named(int32_t id) { return id < 0 ? std::nullopt : std::optional<int32_t>(id); }
   void IndexSpecialTokens();
+  // What one Encode keeps from chunk to chunk.
+  struct Scratch {
+    std::vector<uint32_t> piece_ends;
+    std::unique_ptr<PieceCache> cache;  // for texts that are long enough to repeat themselves
+  };
+  void EncodeAll(std::string_view text, bool valid_utf8, EncodeMode mode, std::vector<int32_t>* ids) const;
   // One chunk of EncodeChunks.
-  void EncodeOrdinaryChunk(std::string_view chunk, std::vector<uint32_t>* scratch, std::vector<int32_t>* ids) const;
-  void EncodeControlChunk(std::string_view chunk, std::vector<uint32_t>* scratch, std::vector<int32_t>* ids) const;
+  void EncodeOrdinaryChunk(std::string_view chunk, Scratch* scratch, std::vector<int32_t>* ids) const;
+  void EncodeControlChunk(std::string_view chunk, Scratch* scratch, std::vector<int32_t>* ids) const;
   // The special token that starts at `text`'s first byte, longest first; -1 when there is none.
   int32_t SpecialPrefix(std::string_view text) const;
 

@@ -9,6 +9,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "server/text/token_table.h"
 
 namespace k3 {
 namespace {
@@ -92,6 +93,9 @@ absl::StatusOr<std::vector<std::string>> ParseTiktokenModel(std::string_view tex
     const size_t end = std::min(text.find('\n', begin), text.size());
     auto token = ParseLine(text.substr(begin, end - begin), path, number);
     if (!token.ok()) return token.status();
+    if (number > TokenTable::kMaxTokens) {
+      return LineError(path, number, absl::StrCat("more than ", TokenTable::kMaxTokens, " tokens"));
+    }
     lines.push_back(*std::move(token));
     begin = end + 1;
   }
