@@ -227,6 +227,7 @@ bool Engine::Step() {
   if (failed_) return false;
   const Clock::time_point start = Clock::now();
   if (!scheduler_.PlanStep(start, &plan_)) return false;
+  PublishLoad();  // who was admitted shows at once, however long the step takes
   StepStats stats = CountTokens(plan_);
   const Clock::time_point run = Clock::now();
   absl::Status status;
