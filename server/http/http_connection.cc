@@ -247,7 +247,15 @@ void HttpConnection::Deliver(HttpReply reply) {
 void HttpConnection::OnWake(const HttpWakeSlot* slot) {
   if (slot != wake_slot_.get()) return;  // of an exchange that is over
   woken_ = true;
-  Pump();
+  if (!writing_) return Pump();
+  if (!job_ || !job_->WantsBlockedWakes()) return;
+  wake_slot_->Rearm();
+  try {
+    job_->OnBlocked();
+  } catch (const std::exception& e) {
+    spdlog::error("http: {}", e.what());
+    Close(HttpAbort::kStopping);
+  }
 }
 
 void HttpConnection::Pump() {

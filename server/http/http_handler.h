@@ -50,6 +50,10 @@ class HttpJob {
   // Called once at the start, then after each Wake, when everything written before has left for the kernel. So what
   // happens while a reader is slow is waiting in the job and can be merged.
   virtual void OnReady(HttpWriter& writer) = 0;
+  // A wake came while the reader has not taken the last piece. Only for jobs that ask for it, as they then get one call
+  // for each wake; nothing can be written.
+  virtual bool WantsBlockedWakes() const { return false; }
+  virtual void OnBlocked() {}
   // Nothing was written for the silence interval.
   virtual void OnSilence(HttpWriter& writer) { (void)writer; }
   // No reply can be delivered any more. Last call.

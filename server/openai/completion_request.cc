@@ -120,6 +120,10 @@ absl::StatusOr<OpenAiRequest> ParseCompletionRequest(const JsonValue& value, con
     reply.top_logprobs = static_cast<int32_t>(*top);
   }
   ReadOutputFields(body, &request, &reply);
+  if (body.ok() && prompts.size() * static_cast<size_t>(reply.choices_per_prompt) > kMaxPrompts) {
+    body.Fail("n", absl::StrCat(prompts.size(), " prompts with ", reply.choices_per_prompt, " choices each; at most ",
+                                kMaxPrompts, " choices in all"));
+  }
   if (!body.ok()) return body.status();
   for (Prompt& prompt : prompts) {
     GenerationRequest& added = out.requests.emplace_back(request);

@@ -260,7 +260,8 @@ void ReadStreamFields(FieldReader& body, OpenAiReplyOptions* reply) {
 
 void ReadOutputFields(FieldReader& body, GenerationRequest* request, OpenAiReplyOptions* reply) {
   reply->token_ids = body.Bool("return_token_ids").value_or(false);
-  request->output.token_ids = reply->token_ids;
+  // Echo needs the prompt's ids; a running count needs every token's.
+  request->output.token_ids = reply->token_ids || reply->echo || reply->continuous_usage;
   if (const JsonValue* value = body.Get("prompt_logprobs")) {
     // vLLM's: a number of alternatives; true is 0 of them.
     if (value->is_bool()) {

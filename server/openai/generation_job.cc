@@ -1,0 +1,233 @@
+#include "server/openai/generation_job.h"
+
+#include "server/error_details.h"
+#include "server/openai/openai_errors.h"
+#include "spdlog/spdlog.h"
+
+namespace k3 {
+namespace {
+
+std::unique_ptr<ReplyWriter> MakeWriter(ReplyHeader header, const OpenAiReplyOptions& reply, size_t prompts) {
+  if (reply.route == OpenAiRoute::kChat) {
+    return reply.stream ? MakeChatStreamWriter(std::move(header), reply)
+                        : MakeChatReplyWriter(std::move(header), reply);
+  }
+  const auto count = static_cast<int32_t>(prompts);
+  return reply.stream ? MakeCompletionStreamWriter(std::move(header), reply, count)
+                      : MakeCompletionReplyWriter(std::move(header), reply, count);
+}
+
+}  // namespace
+
+std::shared_ptr<GenerationJob> GenerationJob::Start(GenerationService* service, OpenAiRequest request,
+                                                    ReplyHeader header, std::string request_id, HttpWaker waker) {
+  std::shared_ptr<GenerationJob> job(
+      new GenerationJob(service, std::move(request), std::move(header), std::move(request_id), std::move(waker)));
+  job->StartMore();
+  return job;
+}
+
+GenerationJob::GenerationJob(GenerationService* service, OpenAiRequest request, ReplyHeader header,
+                             std::string request_id, HttpWaker waker)
+    : service_(service),
+      reply_(request.reply),
+      max_tokens_field_(std::move(request.max_tokens_field)),
+      request_id_(std::move(request_id)),
+      waker_(std::move(waker)),
+      cancelled_(std::make_shared<std::atomic<bool>>(false)),
+      writer_(MakeWriter(std::move(header), reply_, request.requests.size())) {
+  prompts_.resize(request.requests.size());
+  for (size_t i = 0; i < prompts_.size(); ++i) prompts_[i].request = std::move(request.requests[i]);
+}
+
+void GenerationJob::StartMore() {
+  while (running_ < kMaxRunning && !hold_starts_ && failure_.ok()) {
+    if (!retry_.empty()) {
+      const size_t index = retry_.back();
+      retry_.pop_back();
+      StartPrompt(index);
+    } else if (next_ < prompts_.size()) {
+      StartPrompt(next_++);
+    } else {
+      break;
+    }
+  }
+}
+
+void GenerationJob::StartPrompt(size_t index) {
+  Prompt& prompt = prompts_[index];
+  ++running_;
+  // Only a batch is ever started again, and only then is a copy worth its memory.
+  GenerationRequest request = prompts_.size() > 1 ? *prompt.request : std::move(*prompt.request);
+  request.request_id = request_id_;
+  service_->Start(std::move(request), cancelled_,
+                  [self = shared_from_this(), index](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
+                    {
+                      std::lock_guard lock(self->mutex_);
+                      self->arrivals_.emplace_back(index, std::move(stream));
+                    }
+                    self->waker_.Wake();
+                  });
+}
+
+void GenerationJob::TakeArrivals() {
+  std::vector<Arrival> arrivals;
+  {
+    std::lock_guard lock(mutex_);
+    arrivals.swap(arrivals_);
+  }
+  for (auto& [index, stream] : arrivals) {
+    Prompt& prompt = prompts_[index];
+    if (!stream.ok()) {
+      --running_;
+      // A batch waits for room that it takes up itself; a lone request is told to come back.
+      if (stream.status().code() == absl::StatusCode::kResourceExhausted && running_ > 0 && prompts_.size() > 1) {
+        hold_starts_ = true;
+        retry_.push_back(index);
+        continue;
+      }
+      Fail(stream.status());
+      continue;
+    }
+    prompt.request.reset();
+    prompt.stream = *std::move(stream);
+    eager_ |= prompt.stream->drain_eagerly();
+    if (cancelled_->load()) prompt.stream->Cancel();
+    prompt.stream->SetNotify([waker = waker_] { waker.Wake(); });
+  }
+}
+
+void GenerationJob::ReadEvents(size_t index) {
+  Prompt& prompt = prompts_[index];
+  const auto number = static_cast<int32_t>(index);
+  StreamEvent event;
+  while (failure_.ok() && prompt.stream->Next(&event)) {
+    if (auto* delta = std::get_if<DeltaEvent>(&event)) {
+      writer_->OnDelta(number, std::move(*delta), &out_);
+    } else if (auto* call = std::get_if<ToolCallEvent>(&event)) {
+      writer_->OnToolCall(number, std::move(*call), &out_);
+    } else if (auto* accepted = std::get_if<AcceptedEvent>(&event)) {
+      accepted_ = true;
+      writer_->OnAccepted(number, std::move(*accepted), &out_);
+    } else if (auto* rows = std::get_if<PromptLogprobsEvent>(&event)) {
+      writer_->OnPromptLogprobs(number, std::move(*rows), &out_);
+    } else if (auto* choice = std::get_if<ChoiceFinishedEvent>(&event)) {
+      writer_->OnChoiceFinished(number, std::move(*choice), &out_);
+    } else if (auto* finished = std::get_if<FinishedEvent>(&event)) {
+      prompt.finished = true;
+      --running_;
+      ++finished_;
+      hold_starts_ = false;
+      usage_.prompt_tokens += finished->usage.prompt_tokens;
+      usage_.completion_tokens += finished->usage.completion_tokens;
+      usage_.cached_tokens += finished->usage.cached_tokens;
+      if (finished->status.ok()) {
+        writer_->OnFinished(number, std::move(*finished), &out_);
+      } else {
+        Fail(finished->status);
+      }
+      return;
+    }
+  }
+}
+
+void GenerationJob::OnReady(HttpWriter& writer) {
+  TakeArrivals();
+  for (size_t i = 0; i < prompts_.size() && failure_.ok(); ++i) {
+    Prompt& prompt = prompts_[i];
+    if (!prompt.stream || prompt.finished) continue;
+    prompt.stream->Drain();
+    ReadEvents(i);
+    if (prompt.finished) prompt.stream.reset();
+  }
+  if (!failure_.ok() || finished_ == prompts_.size()) return Finish(writer);
+  StartMore();
+  if (!reply_.stream) return;
+  if (accepted_) StartStream(writer);
+  if (writer.started() && !out_.empty()) {
+    writer.body().append(out_);
+    out_.clear();
+  }
+}
+
+void GenerationJob::OnBlocked() {
+  for (Prompt& prompt : prompts_) {
+    if (prompt.stream) prompt.stream->Drain();
+  }
+}
+
+void GenerationJob::OnSilence(HttpWriter& writer) {
+  // All is checked and in the queue: the header may go out, and tells proxies that somebody is there.
+  const bool all_started = next_ == prompts_.size() && running_ == prompts_.size() - finished_;
+  if (!reply_.stream || !reply_.heartbeat || !(accepted_ || all_started)) return;
+  StartStream(writer);
+  writer.body().append(": waiting\n\n");
+}
+
+void GenerationJob::OnAbort(HttpAbort why) {
+  CancelAll();
+  if (why == HttpAbort::kStalled) spdlog::warn("http request={} ended: its reader took nothing", request_id_);
+  Log(499);
+}
+
+void GenerationJob::StartStream(HttpWriter& writer) {
+  if (writer.started()) return;
+  HttpResponse head;
+  head.content_type = "text/event-stream";
+  head.headers = {{"Cache-Control", "no-cache"}, {"X-Accel-Buffering", "no"}, {"x-request-id", request_id_}};
+  writer.StartStream(std::move(head));
+}
+
+void GenerationJob::Fail(const absl::Status& status) {
+  if (!failure_.ok()) return;
+  failure_ = status;
+  CancelAll();
+}
+
+void GenerationJob::CancelAll() {
+  cancelled_->store(true);
+  for (Prompt& prompt : prompts_) {
+    if (prompt.stream && !prompt.finished) prompt.stream->Cancel();
+  }
+  std::lock_guard lock(mutex_);
+  for (auto& [index, stream] : arrivals_) {
+    if (stream.ok()) (*stream)->Cancel();
+  }
+}
+
+void GenerationJob::Finish(HttpWriter& writer) {
+  if (!failure_.ok()) {
+    const OpenAiError error = ErrorOf(failure_, reply_.route, max_tokens_field_, request_id_);
+    if (error.status == 500) spdlog::error("http request={} failed: {}", request_id_, failure_.ToString());
+    Log(error.status);
+    if (writer.started()) {
+      writer.body().append(out_).append("data: ").append(ErrorBody(error)).append("\n\n").append(kStreamEnd);
+      return writer.Finish();
+    }
+    HttpResponse response = ErrorResponse(error);
+    response.headers.emplace_back("x-request-id", request_id_);
+    return writer.Respond(std::move(response));
+  }
+  Log(200);
+  if (reply_.stream) {
+    StartStream(writer);
+    writer_->OnEnd(&out_);
+    writer.body().append(out_);
+    return writer.Finish();
+  }
+  HttpResponse response;
+  response.headers.emplace_back("x-request-id", request_id_);
+  writer_->OnEnd(&response.body);
+  writer.Respond(std::move(response));
+}
+
+void GenerationJob::Log(int status) const {
+  spdlog::info(
+      "http request={} route={} status={} stream={} prompt_tokens={} cached_tokens={} completion_tokens={} "
+      "seconds={:.3f}",
+      request_id_, reply_.route == OpenAiRoute::kChat ? "chat" : "completions", status, reply_.stream,
+      usage_.prompt_tokens, usage_.cached_tokens, usage_.completion_tokens,
+      std::chrono::duration<double>(Clock::now() - arrival_).count());
+}
+
+}  // namespace k3
