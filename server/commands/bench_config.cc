@@ -51,7 +51,7 @@ void AddFlags(FlagSet& flags, BenchConfig& config, Lists& lists) {
   flags.Int("prefix-groups", &config.prefix_groups, {1, 1e8}, "shared-prefix: number of different prefixes");
   flags.Int("long-input-len", &config.long_input_len, {1, 1e8}, "long-context: tokens of a long prompt");
   flags.Number("long-share", &config.long_share, {0, 1}, "long-context: share of long prompts");
-  flags.String("trace", &config.trace_path, "FILE", "JSON lines; see the manual for the keys");
+  flags.String("trace", &config.trace_path, "FILE", "JSON lines, see below");
   flags.Number("trace-speed", &config.trace_speed, {1e-6, 1e6}, "trace: factor on its pace");
   flags.Bool("ignore-eos", &config.ignore_eos, "generate the whole output length whatever the model says");
   flags.Number("temperature", &config.temperature, {0, 100}, "sampling temperature");
@@ -181,7 +181,16 @@ std::string BenchHelp() {
   return absl::StrCat(
       "Usage: k3serve bench [flags]\n"
       "Sends a workload to a running server and reports latency and throughput as the client saw them.\n\n",
-      flags.Help());
+      flags.Help(),
+      "\nTrace lines have the keys timestamp (milliseconds, ascending), output_length, and one of input_length, "
+      "prompt\n"
+      "(text) and prompt_token_ids; with input_length, hash_ids may name the prompt's blocks of 512 tokens, equal ids\n"
+      "standing for equal blocks.\n"
+      "\nFigures: time to first token runs from sending to the first message with a token; a message of k tokens "
+      "after\n"
+      "a wait of w counts as k inter-token gaps of w/k; the longest gap is the longest wait between two messages.\n"
+      "Latencies are over successful requests; tokens count as received, those of failed requests too. Ids are random\n"
+      "and differ from run to run, so only shared-prefix and trace workloads meet the prefix cache.\n");
 }
 
 }  // namespace k3

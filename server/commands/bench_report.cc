@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "server/version.h"
 
 namespace k3 {
 namespace {
@@ -203,7 +204,9 @@ std::string BenchTable(const BenchConfig& config, const BenchServerInfo& server,
 
 Json BenchJson(const BenchConfig& config, const BenchServerInfo& server, uint64_t seed,
                const std::vector<BenchRun>& runs) {
-  Json json = {{"protocol", config.is_http() ? "http" : "grpc"},
+  Json json = {{"version", kVersion},
+               {"commit", kCommit},
+               {"protocol", config.is_http() ? "http" : "grpc"},
                {"target", config.is_http() ? config.url : config.target},
                {"server", server.server},
                {"model", server.model},
