@@ -204,8 +204,8 @@ std::string BenchTable(const BenchConfig& config, const BenchServerInfo& server,
 
 Json BenchJson(const BenchConfig& config, const BenchServerInfo& server, uint64_t seed,
                const std::vector<BenchRun>& runs) {
-  Json json = {{"version", kVersion},
-               {"commit", kCommit},
+  Json json = {{"version", std::string(kVersion)},
+               {"commit", std::string(kCommit)},
                {"protocol", config.is_http() ? "http" : "grpc"},
                {"target", config.is_http() ? config.url : config.target},
                {"server", server.server},
