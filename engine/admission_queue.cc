@@ -52,7 +52,7 @@ void AdmissionQueue::Remove(LiveRequest* live, bool admitted) {
   const std::string& name = live->request->session_id;
   if (name.empty()) return;
   Session& session = level.sessions.at(name);
-  if (!admitted) session.finish = std::max(ticket.tag, session.finish - Cost(*live->request));
+  if (!admitted) session.finish = std::max(level.virtual_time, session.finish - Cost(*live->request));
   if (--session.waiting > 0) return;
   if (++level.idle_sessions < level.sweep_at) return;
   for (auto it = level.sessions.begin(); it != level.sessions.end();) {
