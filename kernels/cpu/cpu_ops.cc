@@ -57,7 +57,7 @@ CpuOps::CpuOps(const KernelTable& kernels, int threads)
       thread_floats_(static_cast<size_t>(pool_.threads())) {}
 
 CpuOps::~CpuOps() {
-  for (void* vector : vectors_) std::free(vector);
+  for (const void* vector : vectors_) std::free(const_cast<void*>(vector));
 }
 
 std::string CpuOps::device_name() const {
@@ -159,7 +159,7 @@ const float* CpuOps::MakeVector(std::span<const float> values) {
   void* copy = Allocate(std::max<size_t>(values.size_bytes(), 64));
   CopyToDevice(copy, values.data(), values.size_bytes(), nullptr);
   const std::lock_guard<std::mutex> lock(vectors_mutex_);
-  vectors_.push_back(copy);
+  vectors_.insert(copy);
   return static_cast<const float*>(copy);
 }
 

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -119,11 +121,15 @@ class CpuOps final : public Ops {
     return floats.data();
   }
 
+  // Convolution taps [channels, width] as [width, channels]: made once for vectors of MakeVector, else in `scratch`.
+  const float* TransposedTaps(const float* taps, int64_t channels, int width, float* scratch);
+
   const KernelTable& kernels_;
   ThreadPool pool_;
   std::vector<std::vector<float>> thread_floats_;  // [threads]
+  std::map<const float*, std::vector<float>> transposed_taps_;
   std::mutex vectors_mutex_;
-  std::vector<void*> vectors_;  // guarded by vectors_mutex_; what MakeVector handed out
+  std::set<const void*> vectors_;  // guarded by vectors_mutex_; what MakeVector and MakeTable allocated
 };
 
 // For tests: null where the processor lacks the instruction set. threads as in CpuOptions.

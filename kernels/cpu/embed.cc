@@ -38,7 +38,7 @@ MatrixView CpuOps::MakeTable(const HostTensor& table) {
     }
   }
   const std::lock_guard<std::mutex> lock(vectors_mutex_);
-  vectors_.push_back(copy);
+  vectors_.insert(copy);
   return {copy, table.dtype, rows, cols, cols};
 }
 

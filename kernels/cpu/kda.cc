@@ -14,9 +14,9 @@ namespace {
 
 // One function lays out the scratch and thereby says its size.
 struct KdaScratch {
-  float *q, *k, *v, *decay_base, *decay_delta, *o;  // [T, H, d] each
-  float* beta;                                      // [T, H]
-  float* taps;                                      // [W, 3 * H * d]
+  float *q, *k, *v, *decay_base, *decay_delta, *decayed_k, *o;  // [T, H, d] each
+  float* beta;                                                  // [T, H]
+  float* taps;                                                  // [W, 3 * H * d]
   size_t bytes;
 
   KdaScratch(void* base, int64_t tokens, int64_t heads, int64_t head_dim, int64_t conv_width) {
@@ -25,12 +25,19 @@ struct KdaScratch {
       pointer = base != nullptr ? reinterpret_cast<float*>(static_cast<char*>(base) + offset) : nullptr;
       offset += (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
     };
-    for (float** part : {&q, &k, &v, &decay_base, &decay_delta, &o}) take(*part, tokens * heads * head_dim);
+    for (float** part : {&q, &k, &v, &decay_base, &decay_delta, &decayed_k, &o}) take(*part, tokens * heads * head_dim);
     take(beta, tokens * heads);
     take(taps, conv_width * 3 * heads * head_dim);
     bytes = offset;
   }
 };
+
+constexpr int32_t kCopyTokens = 4;  // from here on copying a slice pays
+
+void CopyRows(char* to, int64_t to_stride, const char* from, int64_t from_stride, int64_t rows, int64_t row_bytes) {
+  for (int64_t r = 0; r < rows; ++r)
+    std::memcpy(to + r * to_stride, from + r * from_stride, static_cast<size_t>(row_bytes));
+}
 
 void CheckKda(const KdaParams& p) {
   const char* op = "Kda";
@@ -75,7 +82,7 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
   const SequenceBatch& batch = *p.batch;
   const int64_t heads = p.heads, d = p.head_dim, width = heads * d, channels = 3 * width;
   const KdaScratch s(p.scratch, batch.num_tokens, heads, d, p.conv_width);
-  TransposeTaps(p.conv_taps, channels, p.conv_width, s.taps);
+  const float* taps = TransposedTaps(p.conv_taps, channels, p.conv_width, s.taps);
 
   const auto conv_slot = [&](int32_t slot) {
     return reinterpret_cast<float*>(static_cast<char*>(p.conv_state) + slot * p.slot_stride);
@@ -101,7 +108,7 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
           part_rows[j] = rows.Row(t - batch.token_begin[sequence], j) + part * width + h * d;
         }
         args.history[part] = part_rows;
-        args.taps[part] = s.taps + part * width + h * d;
+        args.taps[part] = taps + part * width + h * d;
       }
       args.decay = p.decay.as<float>() + t * p.decay.ld + h * d;
       args.dt_bias = p.dt_bias + h * d;
@@ -113,6 +120,7 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
       args.v = s.v + i * d;
       args.decay_base = s.decay_base + i * d;
       args.decay_delta = s.decay_delta + i * d;
+      args.decayed_k = s.decayed_k + i * d;
       kernels_.kda_prepare(args);
       kernels_.sigmoid(p.beta.as<float>() + t * p.beta.ld + h, 1, s.beta + i);
     }
@@ -124,52 +132,63 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
   const auto state_slot = [&](int32_t slot) { return static_cast<char*>(p.state) + slot * p.slot_stride; };
   const int64_t element = static_cast<int64_t>(SizeOf(p.state_dtype));
   const int64_t tokens_per_sequence = batch.num_tokens / batch.num_sequences;
-  ForTasks(batch.num_sequences * tasks_per_sequence, tokens_per_sequence * d * kKdaSlice * 4, [&](int64_t task, int) {
-    const int64_t sequence = task / tasks_per_sequence, part = task % tasks_per_sequence;
-    const int32_t begin = batch.token_begin[sequence], end = batch.token_begin[sequence + 1];
-    const int32_t* snapshot_end = batch.snapshot_row + batch.num_snapshots;
-    const int32_t* snapshot =
-        batch.num_snapshots > 0 ? std::lower_bound(batch.snapshot_row, snapshot_end, begin) : snapshot_end;
-    const auto slot_of = [&](const int32_t* row) { return batch.snapshot_slot[row - batch.snapshot_row]; };
-    const int32_t live = batch.state_slot[sequence];
+  ForTasks(batch.num_sequences * tasks_per_sequence, tokens_per_sequence * d * kKdaSlice,
+           [&](int64_t task, int thread) {
+             const int64_t sequence = task / tasks_per_sequence, part = task % tasks_per_sequence;
+             const int32_t begin = batch.token_begin[sequence], end = batch.token_begin[sequence + 1];
+             const int32_t* snapshot_end = batch.snapshot_row + batch.num_snapshots;
+             const int32_t* snapshot =
+                 batch.num_snapshots > 0 ? std::lower_bound(batch.snapshot_row, snapshot_end, begin) : snapshot_end;
+             const auto slot_of = [&](const int32_t* row) { return batch.snapshot_slot[row - batch.snapshot_row]; };
+             const int32_t live = batch.state_slot[sequence];
 
-    if (part == heads * slices) {
-      if (p.conv_width == 1) return;
-      const ConvHistory rows = conv_history(sequence);
-      for (; snapshot != snapshot_end && *snapshot < end; ++snapshot) {
-        StoreConvState(rows, *snapshot + 1 - begin, channels, p.conv_width, conv_slot(slot_of(snapshot)));
-      }
-      StoreConvState(rows, end - begin, channels, p.conv_width, conv_slot(live));
-      return;
-    }
+             if (part == heads * slices) {
+               if (p.conv_width == 1) return;
+               const ConvHistory rows = conv_history(sequence);
+               for (; snapshot != snapshot_end && *snapshot < end; ++snapshot) {
+                 StoreConvState(rows, *snapshot + 1 - begin, channels, p.conv_width, conv_slot(slot_of(snapshot)));
+               }
+               StoreConvState(rows, end - begin, channels, p.conv_width, conv_slot(live));
+               return;
+             }
 
-    const int64_t h = part / slices, column = part % slices * kKdaSlice;
-    const int64_t slice_offset = (h * d * d + column) * element;
-    KdaStepArgs args;
-    args.head_dim = p.head_dim;
-    args.columns = static_cast<int>(std::min<int64_t>(kKdaSlice, d - column));
-    args.state = state_slot(live) + slice_offset;
-    args.state_dtype = p.state_dtype;
-    args.row_stride = d;
-    for (int32_t t = begin; t < end; ++t) {
-      const int64_t i = t * heads + h;
-      args.q = s.q + i * d;
-      args.k = s.k + i * d;
-      args.decay_base = s.decay_base + i * d;
-      args.decay_delta = s.decay_delta + i * d;
-      args.v = s.v + i * d + column;
-      args.beta = s.beta[i];
-      args.o = s.o + i * d + column;
-      kernels_.kda_step(args);
-      for (; snapshot != snapshot_end && *snapshot == t; ++snapshot) {
-        char* to = state_slot(slot_of(snapshot)) + slice_offset;
-        for (int64_t row = 0; row < d; ++row) {
-          std::memcpy(to + row * d * element, static_cast<char*>(args.state) + row * d * element,
-                      static_cast<size_t>(args.columns * element));
-        }
-      }
-    }
-  });
+             const int64_t h = part / slices, column = part % slices * kKdaSlice;
+             const int64_t slice_offset = (h * d * d + column) * element;
+             KdaStepArgs args;
+             args.head_dim = p.head_dim;
+             args.columns = static_cast<int>(std::min<int64_t>(kKdaSlice, d - column));
+             args.state_dtype = p.state_dtype;
+             const int64_t row_bytes = args.columns * element;
+             char* const slice = state_slot(live) + slice_offset;
+             // A longer run works on a copy without gaps: in the slot the rows of a slice fill half of the cache's
+             // sets.
+             const bool copy = end - begin >= kCopyTokens && d > kKdaSlice;
+             if (copy) {
+               args.state = ThreadFloats(thread, d * kKdaSlice);
+               args.row_stride = args.columns;
+               CopyRows(static_cast<char*>(args.state), row_bytes, slice, d * element, d, row_bytes);
+             } else {
+               args.state = slice;
+               args.row_stride = d;
+             }
+             for (int32_t t = begin; t < end; ++t) {
+               const int64_t i = t * heads + h;
+               args.q = s.q + i * d;
+               args.k = s.k + i * d;
+               args.decay_base = s.decay_base + i * d;
+               args.decay_delta = s.decay_delta + i * d;
+               args.decayed_k = s.decayed_k + i * d;
+               args.v = s.v + i * d + column;
+               args.beta = s.beta[i];
+               args.o = s.o + i * d + column;
+               kernels_.kda_step(args);
+               for (; snapshot != snapshot_end && *snapshot == t; ++snapshot) {
+                 CopyRows(state_slot(slot_of(snapshot)) + slice_offset, d * element, static_cast<char*>(args.state),
+                          args.row_stride * element, d, row_bytes);
+               }
+             }
+             if (copy) CopyRows(slice, d * element, static_cast<char*>(args.state), row_bytes, d, row_bytes);
+           });
 
   // 3. Gated RMSNorm over the head.
   ForRows(batch.num_tokens * heads, 20 * d, [&](int64_t begin, int64_t end, int) {

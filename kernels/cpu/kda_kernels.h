@@ -36,75 +36,92 @@ inline void KdaPrepare(const KdaPrepareArgs& a) {
     const F32x16 g = a.gate_kind == KdaGate::kBounded ? Mul(Set(a.lower_bound), Sigmoid(Mul(rate, z)))
                                                       : Sub(Zero(), Mul(rate, Softplus(z)));
     const F32x16 slow = Set(-0.5f);
-    Store(a.decay_base + i, SelectLess(slow, g, Set(1.0f), Zero()), c);
-    Store(a.decay_delta + i, SelectLess(slow, g, ExpMinus1(g), Exp(g)), c);
+    const F32x16 base = SelectLess(slow, g, Set(1.0f), Zero());
+    const F32x16 delta = SelectLess(slow, g, ExpMinus1(g), Exp(g));
+    const F32x16 k = Load(a.k + i, c);
+    Store(a.decay_base + i, base, c);
+    Store(a.decay_delta + i, delta, c);
+    Store(a.decayed_k + i, Fma(k, delta, Mul(k, base)), c);
   }
 }
 
 struct F32State {
   using Element = float;
-  static F32x16 LoadRow(const float* p, int64_t c) { return Load(p, c); }
-  static void StoreRow(float* p, F32x16 x, int64_t c) { Store(p, x, c); }
+  static F32x16 LoadRow(const float* p) { return Load(p); }
+  static F32x16 LoadRow(const float* p, int64_t lanes) { return Load(p, lanes); }
+  static void StoreRow(float* p, F32x16 x) { Store(p, x); }
+  static void StoreRow(float* p, F32x16 x, int64_t lanes) { Store(p, x, lanes); }
 };
 struct Bf16State {
   using Element = uint16_t;
-  static F32x16 LoadRow(const uint16_t* p, int64_t c) { return LoadBf16(p, c); }
-  static void StoreRow(uint16_t* p, F32x16 x, int64_t c) { StoreBf16(p, x, c); }
+  static F32x16 LoadRow(const uint16_t* p) { return LoadBf16(p); }
+  static F32x16 LoadRow(const uint16_t* p, int64_t lanes) { return LoadBf16(p, lanes); }
+  static void StoreRow(uint16_t* p, F32x16 x) { StoreBf16(p, x); }
+  static void StoreRow(uint16_t* p, F32x16 x, int64_t lanes) { StoreBf16(p, x, lanes); }
 };
 
-// k times its channel's decay.
-inline F32x16 DecayedKey(const KdaStepArgs& a, int i) {
-  return Set(__builtin_fmaf(a.k[i], a.decay_delta[i], a.k[i] * a.decay_base[i]));
-}
-
-// The decayed prediction is formed as S^T (exp(g) * k), so that the state is read twice and written once per token.
-// Rows of the state go to two accumulators, even and odd, to shorten the chains. A BF16 state is rounded after every
-// token, whatever the chunk; the output reads the unrounded sum.
-template <class State, int NV>
-void KdaStepColumns(const KdaStepArgs& a, int64_t column, int64_t last_lanes) {
+// The decayed prediction is formed as S^T (exp(g) k), so that the state is read twice and written once per token. Rows
+// of the state go to two accumulators, even and odd, to shorten the chains. A BF16 state is rounded after every token,
+// whatever the chunk; the output reads the unrounded sum. kFull: 16 columns per vector; otherwise `lanes` of one
+// vector.
+template <class State, int NV, bool kFull>
+void KdaStepColumns(const KdaStepArgs& a, int64_t column, int64_t lanes) {
   using Element = typename State::Element;
-  Element* state = static_cast<Element*>(a.state) + column;
-  const auto lanes = [&](int v) { return v == NV - 1 ? last_lanes : int64_t{16}; };
+  const auto load = [&](const Element* p) { return kFull ? State::LoadRow(p) : State::LoadRow(p, lanes); };
+  Element* const state = static_cast<Element*>(a.state) + column;
   F32x16 even[NV], odd[NV];
   for (int v = 0; v < NV; ++v) even[v] = odd[v] = Zero();
   const Element* row = state;
   int i = 0;
   for (; i + 2 <= a.head_dim; i += 2, row += 2 * a.row_stride) {
-    const F32x16 k0 = DecayedKey(a, i), k1 = DecayedKey(a, i + 1);
+    const F32x16 k0 = Set(a.decayed_k[i]), k1 = Set(a.decayed_k[i + 1]);
     for (int v = 0; v < NV; ++v) {
-      even[v] = Fma(k0, State::LoadRow(row + 16 * v, lanes(v)), even[v]);
-      odd[v] = Fma(k1, State::LoadRow(row + a.row_stride + 16 * v, lanes(v)), odd[v]);
+      even[v] = Fma(k0, load(row + 16 * v), even[v]);
+      odd[v] = Fma(k1, load(row + a.row_stride + 16 * v), odd[v]);
     }
   }
   if (i < a.head_dim) {
-    const F32x16 k0 = DecayedKey(a, i);
-    for (int v = 0; v < NV; ++v) even[v] = Fma(k0, State::LoadRow(row + 16 * v, lanes(v)), even[v]);
+    const F32x16 k0 = Set(a.decayed_k[i]);
+    for (int v = 0; v < NV; ++v) even[v] = Fma(k0, load(row + 16 * v), even[v]);
   }
   F32x16 u[NV];
   for (int v = 0; v < NV; ++v) {
-    const F32x16 value = Load(a.v + column + 16 * v, lanes(v));
-    u[v] = Mul(Set(a.beta), Sub(value, Add(even[v], odd[v])));
+    const float* value = a.v + column + 16 * v;
+    u[v] = Mul(Set(a.beta), Sub(kFull ? Load(value) : Load(value, lanes), Add(even[v], odd[v])));
     even[v] = odd[v] = Zero();
   }
-  Element* out_row = state;
-  for (i = 0; i < a.head_dim; ++i, out_row += a.row_stride) {
-    const F32x16 base = Set(a.decay_base[i]), delta = Set(a.decay_delta[i]), k = Set(a.k[i]), q = Set(a.q[i]);
-    F32x16* o = i % 2 == 0 ? even : odd;
+  const auto update = [&](int channel, Element* p, F32x16* o) {
+    const F32x16 base = Set(a.decay_base[channel]), delta = Set(a.decay_delta[channel]);
+    const F32x16 k = Set(a.k[channel]), q = Set(a.q[channel]);
     for (int v = 0; v < NV; ++v) {
-      const F32x16 before = State::LoadRow(out_row + 16 * v, lanes(v));
+      const F32x16 before = load(p + 16 * v);
       const F32x16 s = Fma(k, u[v], Fma(delta, before, Mul(base, before)));
-      State::StoreRow(out_row + 16 * v, s, lanes(v));
+      if constexpr (kFull) {
+        State::StoreRow(p + 16 * v, s);
+      } else {
+        State::StoreRow(p + 16 * v, s, lanes);
+      }
       o[v] = Fma(q, s, o[v]);
     }
+  };
+  Element* out_row = state;
+  for (i = 0; i + 2 <= a.head_dim; i += 2, out_row += 2 * a.row_stride) {
+    update(i, out_row, even);
+    update(i + 1, out_row + a.row_stride, odd);
   }
-  for (int v = 0; v < NV; ++v) Store(a.o + column + 16 * v, Add(even[v], odd[v]), lanes(v));
+  if (i < a.head_dim) update(i, out_row, even);
+  for (int v = 0; v < NV; ++v) {
+    float* out = a.o + column + 16 * v;
+    Store(out, Add(even[v], odd[v]), kFull ? 16 : lanes);
+  }
 }
 
 template <class State>
 void KdaStepTyped(const KdaStepArgs& a) {
   int64_t column = 0;
-  for (; column + 64 <= a.columns; column += 64) KdaStepColumns<State, 4>(a, column, 16);
-  for (; column < a.columns; column += 16) KdaStepColumns<State, 1>(a, column, Lanes(a.columns, column));
+  for (; column + 64 <= a.columns; column += 64) KdaStepColumns<State, 4, true>(a, column, 16);
+  for (; column + 16 <= a.columns; column += 16) KdaStepColumns<State, 1, true>(a, column, 16);
+  if (column < a.columns) KdaStepColumns<State, 1, false>(a, column, a.columns - column);
 }
 
 inline void KdaStep(const KdaStepArgs& a) {

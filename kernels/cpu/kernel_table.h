@@ -32,6 +32,7 @@ struct KdaPrepareArgs {
   // exp(g) near 1 would be off in the same direction at every token of a long memory.
   float* decay_base = nullptr;   // [d] out
   float* decay_delta = nullptr;  // [d] out
+  float* decayed_k = nullptr;    // [d] out: k exp(g)
 };
 
 // One token of one head through the recurrence, columns [0, columns) of the state.
@@ -45,6 +46,7 @@ struct KdaStepArgs {
   const float* k = nullptr;            // [K]
   const float* decay_base = nullptr;   // [K]
   const float* decay_delta = nullptr;  // [K]
+  const float* decayed_k = nullptr;    // [K]
   const float* v = nullptr;            // [columns]
   float beta = 0;
   float* o = nullptr;  // [columns] out

@@ -14,7 +14,7 @@
 namespace k3 {
 namespace {
 
-constexpr int kTileRows = 8;     // (token, head) rows that walk the cache together
+constexpr int kTileRows = 16;    // (token, head) rows that walk the cache together
 constexpr int kWaveBlocks = 32;  // blocks whose partial results are kept at once when a tile is split over threads
 
 struct MlaShape {

@@ -6,11 +6,15 @@
 namespace k3::K3_SIMD {
 
 struct F32Line {
-  static F32x16 At(const void* line, int64_t i, int64_t c) { return Load(static_cast<const float*>(line) + i, c); }
+  static F32x16 At(const void* line, int64_t i) { return Load(static_cast<const float*>(line) + i); }
+  static F32x16 At(const void* line, int64_t i, int64_t lanes) {
+    return Load(static_cast<const float*>(line) + i, lanes);
+  }
 };
 struct Bf16Line {
-  static F32x16 At(const void* line, int64_t i, int64_t c) {
-    return LoadBf16(static_cast<const uint16_t*>(line) + i, c);
+  static F32x16 At(const void* line, int64_t i) { return LoadBf16(static_cast<const uint16_t*>(line) + i); }
+  static F32x16 At(const void* line, int64_t i, int64_t lanes) {
+    return LoadBf16(static_cast<const uint16_t*>(line) + i, lanes);
   }
 };
 
@@ -22,13 +26,19 @@ void ScoreTile(const float* const* q, const void* const* lines, int64_t width, f
   for (int r = 0; r < R; ++r) {
     for (int k = 0; k < K; ++k) acc[r][k] = Zero();
   }
-  for (int64_t i = 0; i < width; i += 16) {
-    const int64_t c = Lanes(width, i);
+  int64_t i = 0;
+  for (; i + 16 <= width; i += 16) {
     F32x16 query[R];
-    for (int r = 0; r < R; ++r) query[r] = Load(q[r] + i, c);
+    for (int r = 0; r < R; ++r) query[r] = Load(q[r] + i);
     for (int k = 0; k < K; ++k) {
-      const F32x16 line = Line::At(lines[key + k], i, c);
+      const F32x16 line = Line::At(lines[key + k], i);
       for (int r = 0; r < R; ++r) acc[r][k] = Fma(query[r], line, acc[r][k]);
+    }
+  }
+  if (i < width) {
+    for (int k = 0; k < K; ++k) {
+      const F32x16 line = Line::At(lines[key + k], i, width - i);
+      for (int r = 0; r < R; ++r) acc[r][k] = Fma(Load(q[r] + i, width - i), line, acc[r][k]);
     }
   }
   for (int r = 0; r < R; ++r) {
@@ -37,20 +47,24 @@ void ScoreTile(const float* const* q, const void* const* lines, int64_t width, f
 }
 
 template <class Line, int R>
-void ScoreRows(const float* const* q, const void* const* lines, int keys, int64_t width, float scale,
+void ScoreKeys(const float* const* q, const void* const* lines, int key, int end, int64_t width, float scale,
                float* const* scores) {
-  int key = 0;
-  for (; key + 4 <= keys; key += 4) ScoreTile<Line, R, 4>(q, lines, width, scale, scores, key);
-  for (; key < keys; ++key) ScoreTile<Line, R, 1>(q, lines, width, scale, scores, key);
+  for (; key + 4 <= end; key += 4) ScoreTile<Line, R, 4>(q, lines, width, scale, scores, key);
+  for (; key < end; ++key) ScoreTile<Line, R, 1>(q, lines, width, scale, scores, key);
 }
 
+// A few keys at a time for all rows, so that their lines stay in the first-level cache.
 template <class Line>
 void ScoresTyped(const float* const* q, int rows, const void* const* lines, int keys, int64_t width, float scale,
                  float* const* scores) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) ScoreRows<Line, 4>(q + r, lines, keys, width, scale, scores + r);
-  for (; r + 2 <= rows; r += 2) ScoreRows<Line, 2>(q + r, lines, keys, width, scale, scores + r);
-  for (; r < rows; ++r) ScoreRows<Line, 1>(q + r, lines, keys, width, scale, scores + r);
+  constexpr int kKeys = 16;
+  for (int key = 0; key < keys; key += kKeys) {
+    const int end = keys - key < kKeys ? keys : key + kKeys;
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) ScoreKeys<Line, 4>(q + r, lines, key, end, width, scale, scores + r);
+    for (; r + 2 <= rows; r += 2) ScoreKeys<Line, 2>(q + r, lines, key, end, width, scale, scores + r);
+    for (; r < rows; ++r) ScoreKeys<Line, 1>(q + r, lines, key, end, width, scale, scores + r);
+  }
 }
 
 inline void MlaScores(const float* const* q, int rows, const void* const* lines, DType dtype, int keys, int64_t width,
@@ -77,20 +91,22 @@ inline void MlaSoftmax(float* scores, int keys, float* max, float* sum) {
 }
 
 // Weighted sums of lines, each output one chain over ascending keys. Rows of a tile share the keys that all of them
-// see; what a row sees beyond that it adds alone.
-template <class Line, int R, int NV>
-void ValueTile(const float* const* p, const int* counts, const void* const* lines, int64_t column, int64_t last_lanes,
+// see; what a row sees beyond that it adds alone. kFull: 16 columns per vector; otherwise `lanes` of one vector.
+template <class Line, int R, int NV, bool kFull>
+void ValueTile(const float* const* p, const int* counts, const void* const* lines, int64_t column, int64_t lanes,
                float* const* out) {
+  const auto load = [&](const void* line, int v) {
+    return kFull ? Line::At(line, column + 16 * v) : Line::At(line, column, lanes);
+  };
   F32x16 acc[R][NV];
   int common = counts[0];
   for (int r = 0; r < R; ++r) {
     common = counts[r] < common ? counts[r] : common;
     for (int v = 0; v < NV; ++v) acc[r][v] = Zero();
   }
-  const auto lanes = [&](int v) { return v == NV - 1 ? last_lanes : int64_t{16}; };
   for (int key = 0; key < common; ++key) {
     F32x16 line[NV];
-    for (int v = 0; v < NV; ++v) line[v] = Line::At(lines[key], column + 16 * v, lanes(v));
+    for (int v = 0; v < NV; ++v) line[v] = load(lines[key], v);
     for (int r = 0; r < R; ++r) {
       const F32x16 weight = Set(p[r][key]);
       for (int v = 0; v < NV; ++v) acc[r][v] = Fma(weight, line[v], acc[r][v]);
@@ -98,28 +114,29 @@ void ValueTile(const float* const* p, const int* counts, const void* const* line
   }
   for (int r = 0; r < R; ++r) {
     for (int key = common; key < counts[r]; ++key) {
-      for (int v = 0; v < NV; ++v) {
-        acc[r][v] = Fma(Set(p[r][key]), Line::At(lines[key], column + 16 * v, lanes(v)), acc[r][v]);
-      }
+      for (int v = 0; v < NV; ++v) acc[r][v] = Fma(Set(p[r][key]), load(lines[key], v), acc[r][v]);
     }
-    for (int v = 0; v < NV; ++v) Store(out[r] + column + 16 * v, acc[r][v], lanes(v));
+    for (int v = 0; v < NV; ++v) Store(out[r] + column + 16 * v, acc[r][v], kFull ? 16 : lanes);
   }
 }
 
-template <class Line, int R>
-void ValueRows(const float* const* p, const int* counts, const void* const* lines, int64_t width, float* const* out) {
-  int64_t column = 0;
-  for (; column + 64 <= width; column += 64) ValueTile<Line, R, 4>(p, counts, lines, column, 16, out);
-  for (; column < width; column += 16) ValueTile<Line, R, 1>(p, counts, lines, column, Lanes(width, column), out);
+template <class Line, int NV, bool kFull>
+void ValueColumns(const float* const* p, const int* counts, int rows, const void* const* lines, int64_t column,
+                  int64_t lanes, float* const* out) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) ValueTile<Line, 4, NV, kFull>(p + r, counts + r, lines, column, lanes, out + r);
+  for (; r + 2 <= rows; r += 2) ValueTile<Line, 2, NV, kFull>(p + r, counts + r, lines, column, lanes, out + r);
+  for (; r < rows; ++r) ValueTile<Line, 1, NV, kFull>(p + r, counts + r, lines, column, lanes, out + r);
 }
 
+// A few columns at a time for all rows, for the same reason.
 template <class Line>
 void ValuesTyped(const float* const* p, const int* counts, int rows, const void* const* lines, int64_t width,
                  float* const* out) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) ValueRows<Line, 4>(p + r, counts + r, lines, width, out + r);
-  for (; r + 2 <= rows; r += 2) ValueRows<Line, 2>(p + r, counts + r, lines, width, out + r);
-  for (; r < rows; ++r) ValueRows<Line, 1>(p + r, counts + r, lines, width, out + r);
+  int64_t column = 0;
+  for (; column + 64 <= width; column += 64) ValueColumns<Line, 4, true>(p, counts, rows, lines, column, 16, out);
+  for (; column + 16 <= width; column += 16) ValueColumns<Line, 1, true>(p, counts, rows, lines, column, 16, out);
+  if (column < width) ValueColumns<Line, 1, false>(p, counts, rows, lines, column, width - column, out);
 }
 
 inline void MlaValues(const float* const* p, const int* counts, int rows, const void* const* lines, DType dtype,

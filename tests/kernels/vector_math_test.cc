@@ -88,7 +88,7 @@ TEST(VectorMathTest, DecaysKeepRelativeAccuracy) {
     for (const KdaGate kind : {KdaGate::kBounded, KdaGate::kSoftplus}) {
       const std::vector<float> z = Grid(-30, 30, 4001);
       const std::vector<float> zeros(z.size(), 0.0f), ones(z.size(), 1.0f);
-      std::vector<float> q(z.size()), k(z.size()), v(z.size()), base(z.size()), delta(z.size());
+      std::vector<float> q(z.size()), k(z.size()), v(z.size()), base(z.size()), delta(z.size()), decayed(z.size());
       const float* history[1] = {ones.data()};
       KdaPrepareArgs args;
       args.head_dim = static_cast<int>(z.size());
@@ -108,6 +108,7 @@ TEST(VectorMathTest, DecaysKeepRelativeAccuracy) {
       args.v = v.data();
       args.decay_base = base.data();
       args.decay_delta = delta.data();
+      args.decayed_k = decayed.data();
       table->kda_prepare(args);
       for (size_t i = 0; i < z.size(); ++i) {
         const double x = double{z[i]};
