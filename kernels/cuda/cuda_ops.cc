@@ -163,6 +163,12 @@ std::unique_ptr<LinearWeight> CudaOps::MakeLinear(std::span<const HostTensor> pa
   return cuda::MakeLinear(device_, *uploader_, parts);
 }
 
+size_t CudaOps::KdaScratchBytes(int64_t tokens, int64_t sequences, int32_t heads, int32_t head_dim,
+                                int32_t conv_width) const {
+  return cuda::KdaScratchBytes(device_, tokens, sequences, heads, head_dim, conv_width);
+}
+
+void CudaOps::Kda(const KdaParams& params, Stream stream) { cuda::Kda(device_, params, Queue(stream)); }
 void CudaOps::Embed(const EmbedParams& params, Stream stream) { cuda::Embed(device_, params, Queue(stream)); }
 void CudaOps::Linear(const LinearParams& params, Stream stream) { cuda::Linear(device_, params, Queue(stream)); }
 void CudaOps::GatherRows(const GatherRowsParams& params, Stream stream) {
@@ -190,13 +196,11 @@ std::unique_ptr<ExpertWeights> CudaOps::MakeExperts(int32_t, std::span<const Hos
 std::unique_ptr<LatentProjection> CudaOps::MakeLatentProjection(const HostTensor&, int32_t, int32_t, int32_t) {
   Missing("MakeLatentProjection");
 }
-size_t CudaOps::KdaScratchBytes(int64_t, int64_t, int32_t, int32_t, int32_t) const { Missing("Kda"); }
 size_t CudaOps::MlaScratchBytes(int64_t, int64_t, int32_t, int32_t, int32_t, int32_t, int32_t, int64_t) const {
   Missing("MlaAttention");
 }
 size_t CudaOps::MoeScratchBytes(int64_t, int32_t, int32_t, int64_t, int64_t) const { Missing("MoeExperts"); }
 size_t CudaOps::SampleScratchBytes(int64_t, int64_t) const { Missing("Sample"); }
-void CudaOps::Kda(const KdaParams&, Stream) { Missing("Kda"); }
 void CudaOps::MlaAppend(const MlaAppendParams&, Stream) { Missing("MlaAppend"); }
 void CudaOps::MlaAttention(const MlaAttentionParams&, Stream) { Missing("MlaAttention"); }
 void CudaOps::MoeExperts(const MoeExpertsParams&, Stream) { Missing("MoeExperts"); }

@@ -18,6 +18,9 @@ void GatherRows(const Device& device, const GatherRowsParams& params, cudaStream
 void GatedActivation(const Device& device, const GatedActivationParams& params, cudaStream_t queue);
 void CheckActivation(const ActivationSpec& spec);
 void RouterTopK(const Device& device, const RouterTopKParams& params, cudaStream_t queue);
+size_t KdaScratchBytes(const Device& device, int64_t tokens, int64_t sequences, int32_t heads, int32_t head_dim,
+                       int32_t conv_width);
+void Kda(const Device& device, const KdaParams& params, cudaStream_t queue);
 void RmsNorm(const Device& device, const RmsNormParams& params, cudaStream_t queue);
 void AddRmsNorm(const Device& device, const AddRmsNormParams& params, cudaStream_t queue);
 void AttnResMix(const Device& device, const AttnResMixParams& params, cudaStream_t queue);

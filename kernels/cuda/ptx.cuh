@@ -33,6 +33,42 @@ __device__ __forceinline__ void CopyAsyncWait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// --- bulk copies to shared memory, completing on a barrier in shared memory ---
+
+__device__ __forceinline__ void BarrierInit(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(arrivals) : "memory");
+}
+// After BarrierInit and before a block barrier: makes the barriers known to the copy engine.
+__device__ __forceinline__ void BarrierInitFence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// One arrival that also announces `bytes` of copies.
+__device__ __forceinline__ void BarrierArriveExpect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
+               : "memory");
+}
+// Waits for the phase of the given parity (0 for the first) to complete.
+__device__ __forceinline__ void BarrierWait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(SharedAddress(barrier)),
+      "r"(parity)
+      : "memory");
+}
+// `bytes`, a multiple of 16, between 16-byte aligned addresses. One thread issues it for the block.
+__device__ __forceinline__ void CopyBulk(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   SharedAddress(shared)),
+               "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
+               : "memory");
+}
+
 // --- matrix fragments ---
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned).
@@ -49,12 +85,28 @@ __device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&fragment)[4], c
                : "memory");
 }
 
+// Transposes an 8x8 matrix of 16-bit elements held as (row lane / 4, columns 2 (lane % 4) and one more).
+__device__ __forceinline__ uint32_t TransposeFragment(uint32_t fragment) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(fragment));
+  return transposed;
+}
+
 // sum[16x8] += a[16x16] b[16x8]. With g = lane / 4 and t = lane % 4:
 //   a[0] holds (row g, cols 2t, 2t+1), a[1] row g+8, a[2] and a[3] the same rows at columns +8;
 //   b[0] holds (rows 2t, 2t+1, col g), b[1] rows +8; sum[0..1] (row g, cols 2t, 2t+1), sum[2..3] row g+8.
 __device__ __forceinline__ void MmaBf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same for fp16 operands.
+__device__ __forceinline__ void MmaF16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -85,6 +137,20 @@ __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
 __device__ __forceinline__ float LowBf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float HighBf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
+// Two floats rounded to a pair of fp16, `low` in the lower half; beyond +-65504 they become that, NaN stays.
+__device__ __forceinline__ uint32_t PackF16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ float2 UnpackF16(uint32_t pair) {
+  float2 values;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(pair));
+  return values;
+}
+
 // 2^x to 2 ulp; results below 2^-126 become 0.
 __device__ __forceinline__ float Exp2(float x) {
   float y;
@@ -109,11 +175,12 @@ __device__ __forceinline__ uint32_t ClusterRank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// All threads of all blocks of the cluster; shared memory written before is visible after.
-__device__ __forceinline__ void ClusterSync() {
+// All threads of all blocks of the cluster; shared memory written before the arrival is visible after the wait. A
+// block's shared memory may be touched by others from their first wait until its own last arrival.
+__device__ __forceinline__ void ClusterArrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+__device__ __forceinline__ void ClusterWait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The address of block `rank`'s copy of a shared variable.
 template <typename T>
 __device__ __forceinline__ T* InBlock(T* shared, uint32_t rank) {
