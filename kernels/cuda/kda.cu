@@ -59,9 +59,9 @@ RecurVariant ChooseRecur(const Device& device, int64_t runs, int64_t longest, in
     variant.warps /= 2;
   if (device.batch_invariant) return variant;  // the sums of a sequence must not depend on its company
   const int64_t blocks = runs * heads * (kValueBlocks / variant.warps);
-  // Segments cost a second pass; they pay once most of the device would idle and runs are long.
-  const int64_t want = std::min(max_segments / runs, device.multiprocessors / blocks);
-  if (want >= 3 && longest >= 4 * want) variant.segment_chunks = static_cast<int>(CeilDiv(longest, want));
+  // Segments cost a second pass over the state products; they pay once most of the device would idle and runs are long.
+  const int64_t want = std::min({max_segments / runs, 2 * device.multiprocessors / blocks, longest / 8});
+  if (want >= 3) variant.segment_chunks = static_cast<int>(CeilDiv(longest, want));
   return variant;
 }
 

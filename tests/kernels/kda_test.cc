@@ -379,6 +379,143 @@ TEST_P(KdaTest, ChunksDoNotChangeAnyBit) {
   }
 }
 
+// Sequences of every kind packed into one step at the models' head size: some long enough for a device's chunked path,
+// some not, contexts and snapshots anywhere.
+TEST_P(KdaTest, PackedSequencesAtTheModelsHeadSize) {
+  const KdaShape shape;
+  const Weights weights = Upload(MakeInput(shape, 1, 90));
+  const std::vector<int64_t> lengths = {100, 1, 9, 130, 8};
+  const std::vector<int32_t> slots = {4, 0, 5, 2, 1}, contexts = {37, 5, 0, 64, 200};
+  for (KdaGate kind : {KdaGate::kBounded, KdaGate::kSoftplus}) {
+    std::vector<oracle::KdaInput> inputs;
+    Pool pool(ops(), shape, DType::kF32);
+    std::vector<oracle::KdaState> states;
+    for (size_t i = 0; i < lengths.size(); ++i) {
+      oracle::KdaInput in = MakeInput(shape, lengths[i], 90 + static_cast<uint32_t>(i));
+      const oracle::KdaInput shared = MakeInput(shape, 1, 90);
+      in.gate_kind = kind;
+      in.conv_taps = shared.conv_taps;
+      in.dt_bias = shared.dt_bias;
+      in.a_log = shared.a_log;
+      in.norm_weight = shared.norm_weight;
+      inputs.push_back(in);
+      states.push_back(RandomState(shape, 95 + static_cast<uint32_t>(i)));
+      pool.Set(slots[i], states.back());
+    }
+    const std::vector<float> out = Step(inputs, slots, weights, pool, {{50, 3}}, contexts);
+    int64_t row = 0;
+    for (size_t i = 0; i < lengths.size(); ++i) {
+      const std::string what = "sequence " + std::to_string(i);
+      std::vector<oracle::KdaState> after;
+      ExpectClose(Slice(out, shape.width(), row, lengths[i]), oracle::Kda(inputs[i], states[i], &after),
+                  kda_tolerance(), what);
+      ExpectClose(pool.State(slots[i]), states[i].state, kda_tolerance(), what);
+      ExpectSameBits(pool.Conv(slots[i]), std::vector<float>(states[i].conv.begin(), states[i].conv.end()), what);
+      if (i == 0) ExpectClose(pool.State(3), after[50].state, kda_tolerance(), "snapshot");
+      row += lengths[i];
+    }
+  }
+}
+
+// Long enough for a device to walk segments of one sequence in parallel and to compose them.
+TEST_P(KdaTest, LongSequenceKeepsItsMemory) {
+  const KdaShape shape{1, 128, 4};
+  for (KdaGate kind : {KdaGate::kBounded, KdaGate::kSoftplus}) {
+    oracle::KdaInput in = MakeInput(shape, ops().is_cpu() ? 2100 : 4097, 100);
+    in.gate_kind = kind;
+    // Decays near 1: what was written first is still there at the end.
+    for (float& z : in.decay) z -= 9;
+    in.decay = Round(in.decay, act());
+    Pool pool(ops(), shape, DType::kF32);
+    oracle::KdaState state = RandomState(shape, 101);
+    pool.Set(1, state);
+    const std::vector<float> out = Step({in}, {1}, Upload(in), pool, {{0, 2}, {1000, 3}, {1999, 4}}, {30});
+    std::vector<oracle::KdaState> after;
+    ExpectClose(out, oracle::Kda(in, state, &after), kda_tolerance(), "output");
+    ExpectClose(pool.State(1), state.state, kda_tolerance(), "state");
+    for (const auto& [slot, row] : {std::pair{2, 0}, {3, 1000}, {4, 1999}}) {
+      ExpectClose(pool.State(slot), after[row].state, kda_tolerance(), "snapshot after row " + std::to_string(row));
+      ExpectSameBits(pool.Conv(slot), std::vector<float>(after[row].conv.begin(), after[row].conv.end()));
+    }
+  }
+}
+
+// More cuts than a step of this length has by itself.
+TEST_P(KdaTest, SnapshotsAfterManyRows) {
+  const KdaShape shape{1, 128, 4};
+  const oracle::KdaInput in = MakeInput(shape, 66, 110);
+  Pool pool(ops(), shape, DType::kF32);
+  oracle::KdaState state = RandomState(shape, 111);
+  pool.Set(0, state);
+  const std::vector<SnapshotSpec> snapshots = {{1, 1}, {2, 2}, {17, 3}, {40, 4}, {65, 5}};
+  const std::vector<float> out = Step({in}, {0}, Upload(in), pool, snapshots);
+  std::vector<oracle::KdaState> after;
+  ExpectClose(out, oracle::Kda(in, state, &after), kda_tolerance(), "output");
+  ExpectClose(pool.State(0), state.state, kda_tolerance(), "state");
+  for (const SnapshotSpec& snapshot : snapshots) {
+    const oracle::KdaState& expected = after[snapshot.row];
+    ExpectClose(pool.State(snapshot.slot), expected.state, kda_tolerance(), std::to_string(snapshot.row));
+    ExpectSameBits(pool.Conv(snapshot.slot), std::vector<float>(expected.conv.begin(), expected.conv.end()));
+  }
+}
+
+// Spec 4.3: keys of cosine 0.9 to 0.99 with decays near 1, where triangular inverses in half precision fail.
+TEST_P(KdaTest, CorrelatedKeys) {
+  const KdaShape shape{1, 128, 4};
+  for (double spread : {0.3, 0.1}) {
+    oracle::KdaInput in = MakeInput(shape, 400, 120);
+    Random random(121);
+    const std::vector<float> common = random.Normal(128);
+    for (int64_t t = 0; t < in.tokens; ++t) {
+      for (int64_t c = 0; c < 128; ++c) {
+        float& k = in.qkv[t * 384 + 128 + c];
+        k = common[c] + static_cast<float>(spread) * k;
+      }
+    }
+    in.qkv = Round(in.qkv, act());
+    in.a_log.assign(1, 0.0f);
+    in.dt_bias.assign(128, 0.0f);
+    in.decay.assign(in.decay.size(), static_cast<float>(Logit(1e-4)));
+    in.decay = Round(in.decay, act());
+    for (float& b : in.beta) b += 3;
+    in.beta = Round(in.beta, act());
+    Pool pool(ops(), shape, DType::kF32);
+    oracle::KdaState state = RandomState(shape, 122);
+    pool.Set(2, state);
+    const std::vector<float> out = Step({in}, {2}, Upload(in), pool);
+    const double tolerance = std::max(kda_tolerance(), act() == DType::kBF16 ? 1.5e-2 : 0.0);
+    ExpectClose(out, oracle::Kda(in, state, nullptr), tolerance, "output");
+    ExpectClose(pool.State(2), state.state, tolerance, "state");
+  }
+}
+
+// A device's chunks end at multiples of 64 of the absolute position, wherever a prompt was cut into steps there.
+TEST_P(KdaTest, CutsAtMultiplesOf64DoNotChangeAnyBit) {
+  if (!batch_invariant()) GTEST_SKIP() << "not a batch-invariant backend";
+  const KdaShape shape;
+  const oracle::KdaInput in = MakeInput(shape, 230, 130);
+  const Weights weights = Upload(in);
+  Pool whole(ops(), shape, DType::kF32);
+  const oracle::KdaState start = RandomState(shape, 131);
+  whole.Set(0, start);
+  const std::vector<float> expected = Step({in}, {0}, weights, whole);
+  for (int64_t chunk : {64, 128, 192}) {
+    Pool pool(ops(), shape, DType::kF32);
+    pool.Set(0, start);
+    std::vector<float> out;
+    for (int64_t begin = 0; begin < in.tokens; begin += chunk) {
+      const int64_t count = std::min<int64_t>(chunk, in.tokens - begin);
+      // With company: the same sequence must come out.
+      const std::vector<float> part =
+          Step({Part(in, begin, count), Part(in, 3, 70)}, {0, 1}, weights, pool, {}, {static_cast<int32_t>(begin), 7});
+      out.insert(out.end(), part.begin(), part.begin() + count * shape.width());
+      pool.Set(1, start);
+    }
+    ExpectSameBits(out, expected, "chunk " + std::to_string(chunk));
+    ExpectSameBits(pool.State(0), whole.State(0), "chunk " + std::to_string(chunk));
+  }
+}
+
 TEST_P(KdaTest, Bf16StateStaysCloseToTheRoundedOracle) {
   const KdaShape shape{2, 64, 4};
   oracle::KdaInput in = MakeInput(shape, 50, 70);
