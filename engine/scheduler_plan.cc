@@ -11,13 +11,22 @@ namespace {
 // A new prompt is not started for fewer tokens than this: the crumbs of a budget are not worth a state slot.
 constexpr int32_t kSmallestFirstChunk = 16;
 
+// Entries of the page table for which room is reserved at once, at most: 16 MiB, touched only where used.
+constexpr int64_t kReservedTableEntries = int64_t{4} << 20;
+
 }  // namespace
 
 bool Scheduler::PlanStep(Clock::time_point now, StepPlan* plan) {
   K3_CHECK(!step_open_);
   ExpireDeadlines(now);
   BuryDead();
-  plan->ranks.resize(ranks_.size());
+  if (plan->ranks.size() != ranks_.size()) {
+    plan->ranks.resize(ranks_.size());
+    const int64_t entries = int64_t{most_running_} * config_.PagesFor(config_.max_model_len);
+    for (RankPlan& rank : plan->ranks) {
+      rank.page_table.reserve(static_cast<size_t>(std::min(entries, kReservedTableEntries)));
+    }
+  }
   for (size_t r = 0; r < ranks_.size(); ++r) {
     plan->ranks[r].Clear();
     ranks_[r].scheduled.clear();
@@ -50,6 +59,7 @@ void Scheduler::ForkChoices(StepPlan* plan) {
       K3_CHECK(source != nullptr && source->computed == source->prompt_length);
       Rank& rank = ranks_[static_cast<size_t>(source->rank)];
       RankPlan& rank_plan = plan->ranks[static_cast<size_t>(source->rank)];
+      choice.ReservePages(config_.page_size);
       if (running_ >= most_running_ || static_cast<int32_t>(rank.running.size()) >= rank.budget ||
           !rank.cache.Fork(source->lease, source->computed, &choice.lease, &rank_plan)) {
         Requeue(choice);
@@ -277,6 +287,7 @@ bool Scheduler::TryAdmit(Sequence& sequence, bool obey_long_limit, Clock::time_p
 
   Rank& rank = *best;
   RankPlan& rank_plan = plan->ranks[static_cast<size_t>(best - ranks_.data())];
+  sequence.ReservePages(config_.page_size);
   rank.cache.Acquire(best_match, &sequence.lease);
   if (best_match.resume_pages > 0) {
     rank_plan.state_copies.push_back({best_match.snapshot, sequence.lease.state});

@@ -28,15 +28,18 @@ void Sequence::Begin(const std::vector<int32_t>& eos, int32_t vocab_size, int64_
 void Sequence::ExtendHashes(int32_t page_size) {
   const size_t full = tokens.size() / static_cast<size_t>(page_size);
   if (page_hashes.size() >= full) return;
-  if (page_hashes.capacity() < full) {
-    page_hashes.reserve(tokens.capacity() / static_cast<size_t>(page_size) + 1);
-  }
   uint64_t hash = page_hashes.empty() ? ChainRoot(request->request->cache_salt) : page_hashes.back();
   for (size_t i = page_hashes.size(); i < full; ++i) {
     hash =
         ChainHash(hash, std::span(tokens).subspan(i * static_cast<size_t>(page_size), static_cast<size_t>(page_size)));
     page_hashes.push_back(hash);
   }
+}
+
+void Sequence::ReservePages(int32_t page_size) {
+  const size_t pages = tokens.capacity() / static_cast<size_t>(page_size) + 1;
+  lease.pages.reserve(pages);
+  page_hashes.reserve(pages);
 }
 
 PrefixKey Sequence::Key() const { return {tokens, page_hashes, request->request->cache_salt}; }

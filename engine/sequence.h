@@ -54,6 +54,8 @@ struct Sequence {
   // Before first admission: copies the prompt, sets up sampling. Does nothing the second time.
   void Begin(const std::vector<int32_t>& eos, int32_t vocab_size, int64_t pool_tokens);
   void ExtendHashes(int32_t page_size);
+  // Makes room in the lists for the tokens that Begin made room for, so that decoding does not allocate.
+  void ReservePages(int32_t page_size);
   PrefixKey Key() const;
 
   int32_t remaining() const { return static_cast<int32_t>(tokens.size()) - computed; }

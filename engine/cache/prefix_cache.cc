@@ -40,7 +40,9 @@ PrefixCache::PrefixCache(const Sizes& sizes)
       tokens_(new int32_t[static_cast<size_t>(sizes.pages) * static_cast<size_t>(sizes.page_size)]),
       snapshots_(static_cast<size_t>(sizes.snapshot_slots)),
       page_heap_(sizes.pages),
-      snapshot_heap_(sizes.snapshot_slots) {}
+      snapshot_heap_(sizes.snapshot_slots) {
+  by_hash_.reserve(static_cast<size_t>(sizes.pages));  // publishing a page allocates nothing
+}
 
 PageId PrefixCache::Find(PageId parent, std::string_view salt, uint64_t hash, std::span<const int32_t> tokens) const {
   const auto found = by_hash_.find(hash);
