@@ -46,7 +46,7 @@ class OutputParser {
   // afterwards.
   virtual void Finish(std::vector<OutputEvent>* events, std::string* undecoded = nullptr) = 0;
 
-  // Where the last token stood: reasoning, content, or kNone for tool calls and what lies between channels.
+  // Where the last token stood: reasoning, content, or kNone for tool calls, markers and what lies between channels.
   virtual OpenChannel channel() const = 0;
 };
 

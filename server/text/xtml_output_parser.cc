@@ -65,6 +65,7 @@ XtmlOutputParser::XtmlOutputParser(std::shared_ptr<const Tokenizer> tokenizer, O
 
 void XtmlOutputParser::Append(int32_t id, std::vector<OutputEvent>* events) {
   channels_.set_events(events);
+  is_text_ = false;
   if (id == open_id_) {
     BeginHeader(Header::kOpen);
   } else if (id == close_id_) {
@@ -77,6 +78,7 @@ void XtmlOutputParser::Append(int32_t id, std::vector<OutputEvent>* events) {
   } else if (!IsSilentToken(*tokenizer_, id)) {
     const std::string_view bytes = tokenizer_->TokenBytes(id);
     if (header_ == Header::kNone) {
+      is_text_ = true;
       Text(bytes);
       return;
     }
@@ -87,6 +89,7 @@ void XtmlOutputParser::Append(int32_t id, std::vector<OutputEvent>* events) {
 }
 
 OpenChannel XtmlOutputParser::channel() const {
+  if (!is_text_) return OpenChannel::kNone;
   if (place_ == Place::kReasoning) return OpenChannel::kReasoning;
   return place_ == Place::kContent ? OpenChannel::kContent : OpenChannel::kNone;
 }

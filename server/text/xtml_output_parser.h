@@ -54,6 +54,7 @@ class XtmlOutputParser : public OutputParser {
   OutputChannels channels_;
   Place place_ = Place::kMessage;
   Header header_ = Header::kNone;
+  bool is_text_ = false;  // the last token: not part of a marker or header
   std::string header_text_;
   std::string blank_text_;  // white space between channels, shown if content follows
 

@@ -94,29 +94,32 @@ std::optional<HttpReplyText> HttpClient::ReadReply(bool head_only) {
   std::optional<HttpReplyText> reply = ReadHead();
   while (reply && reply->status == 100) reply = ReadHead();
   if (!reply || head_only || reply->status == 204) return reply;
-  if (reply->Header("Transfer-Encoding") == "chunked") {
+  std::optional<std::string> body = ReadBody(*reply);
+  if (!body) return std::nullopt;
+  reply->body = *std::move(body);
+  return reply;
+}
+
+std::optional<std::string> HttpClient::ReadBody(const HttpReplyText& head) {
+  if (head.Header("Transfer-Encoding") == "chunked") {
     while (ReadChunk()) {
     }
     if (!ended_) return std::nullopt;
-    reply->body = std::move(events_);
-    events_.clear();
-    return reply;
+    return std::exchange(events_, "");
   }
-  const std::string length = reply->Header("Content-Length");
+  const std::string length = head.Header("Content-Length");
   if (length.empty()) {
     while (Fill()) {
     }
-    reply->body = std::move(buffer_);
-    buffer_.clear();
-    return reply;
+    return std::exchange(buffer_, "");
   }
   const size_t size = std::strtoull(length.c_str(), nullptr, 10);
   while (buffer_.size() < size) {
     if (!Fill()) return std::nullopt;
   }
-  reply->body = buffer_.substr(0, size);
+  std::string body = buffer_.substr(0, size);
   buffer_.erase(0, size);
-  return reply;
+  return body;
 }
 
 bool HttpClient::ReadChunk() {

@@ -40,6 +40,8 @@ class HttpClient {
   std::optional<HttpReplyText> ReadReply(bool head_only = false);
   // The head of a reply; the body stays to be read by ReadEvent or ReadSome.
   std::optional<HttpReplyText> ReadHead();
+  // The body of a reply whose head was read.
+  std::optional<std::string> ReadBody(const HttpReplyText& head);
   // The next event of a chunked event stream, without "data: "; comment lines are returned as they are. nullopt at the
   // end of the stream; `ended` then tells whether it ended properly.
   std::optional<std::string> ReadEvent();

@@ -278,6 +278,9 @@ TEST(XtmlOutputParser, ChannelOfEachToken) {
                    : parser->channel() == OpenChannel::kContent ? 'c'
                                                                 : '-';
     if (seen.empty() || seen.back() != c) seen.push_back(c);
+    if (id == Tiny()->SpecialId("<|sep|>") || id == Tiny()->SpecialId("<|close|>")) {
+      EXPECT_EQ(c, '-');
+    }
   }
   EXPECT_EQ(seen, "r-c-");
 }
