@@ -597,6 +597,12 @@ TEST(WeightsLoaderTest, RandomWeightsNeedNoFiles) {
   EXPECT_NEAR(sum / head.size(), 0, 0.01);
   EXPECT_NEAR(std::sqrt(squares / head.size()), 1 / std::sqrt(64.0), 0.005);
 
+  const auto& experts = dynamic_cast<const RecordedExperts&>(*(*model)->weights.layers[1].moe->experts);
+  ASSERT_EQ(experts.experts.size(), 8u);
+  EXPECT_EQ(experts.experts[0].w1.size(), 32u * 16);
+  EXPECT_NE(experts.experts[0].w1, experts.experts[1].w1);
+  for (float code : experts.experts[0].w1_scale) EXPECT_EQ(code, 123);  // 2^-4, the power next to 32^-0.5 / 2.93
+
   RecordingOps again;
   const auto same = LoadWeights("/nowhere", config, again, options);
   EXPECT_EQ(Recorded((*same)->weights.lm_head).values, head);
