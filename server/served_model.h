@@ -13,13 +13,14 @@
 
 namespace k3 {
 
-// The model's own sampling values, from generation_config.json; absent ones are neutral.
+// What generation_config.json says; absent sampling values are neutral.
 struct SamplingDefaults {
   std::optional<float> temperature;
   std::optional<float> top_p;
   std::optional<int32_t> top_k;
   std::optional<float> min_p;
   std::optional<float> repetition_penalty;
+  std::vector<int32_t> eos_token_ids;
 };
 
 // Everything about the loaded model that requests need. Immutable once it is installed; the engine outlives it.

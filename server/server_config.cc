@@ -36,7 +36,7 @@ void AddServingFlags(FlagSet& flags, ServerConfig& config) {
   flags.String("tokenizer", &config.tokenizer_dir, "DIR", "folder of the tokenizer (default: the model's)");
   flags.Choice("default-effort", &config.default_effort, {"low", "high", "max", "none"},
                "thinking effort of requests that name none (default: max for K3)");
-  flags.Int("max-queue", &config.max_queue, {0, 1e6}, "waiting requests; more are refused");
+  flags.Int("max-queue", &config.max_queue, {1, 1e6}, "waiting requests; more are refused");
   flags.Number("request-timeout", &config.request_timeout_seconds, {0.001, 1e7}, "longest time of a request, seconds");
   flags.Bool("vendor-strict", &config.vendor_strict, "refuse what the vendor's own API refuses");
 

@@ -1,0 +1,358 @@
+#include "server/commands/serve.h"
+
+#include <signal.h>
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <fstream>
+#include <iostream>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <thread>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "server/api_keys.h"
+#include "server/engine_host.h"
+#include "server/exit_codes.h"
+#include "server/generation_service.h"
+#include "server/grpc_server.h"
+#include "server/health.h"
+#include "server/http_server.h"
+#include "server/load_summary.h"
+#include "server/logging.h"
+#include "server/metrics.h"
+#include "server/openai_gateway.h"
+#include "server/server_config.h"
+#include "server/version.h"
+#include "server/worker_pool.h"
+
+namespace k3 {
+namespace {
+
+constexpr auto kTick = std::chrono::milliseconds(100);
+constexpr auto kFlushTime = std::chrono::milliseconds(500);       // for last events on their way out
+constexpr auto kTransportGrace = std::chrono::milliseconds(200);  // for transports to say goodbye
+constexpr auto kFaultNotice = std::chrono::seconds(2);            // clients hear of a device fault before the exit
+constexpr double kSummarySeconds = 10;
+constexpr int kHttpTextThreads = 2;
+
+Clock::duration Seconds(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+absl::StatusOr<std::string> ReadPem(const std::string& flag, const std::string& path) {
+  if (path.empty()) return std::string();
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return absl::InvalidArgumentError(absl::StrCat(flag, ": cannot read ", path));
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+// SIGTERM and SIGINT, taken synchronously.
+class Signals {
+ public:
+  Signals() {
+    sigemptyset(&set_);
+    sigaddset(&set_, SIGTERM);
+    sigaddset(&set_, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &set_, nullptr);
+    signal(SIGPIPE, SIG_IGN);
+  }
+  // The signal that came within this time; 0 for none.
+  int Wait(std::chrono::nanoseconds time) const {
+    const timespec limit{static_cast<time_t>(time.count() / 1000000000), static_cast<long>(time.count() % 1000000000)};
+    const int signal = sigtimedwait(&set_, nullptr, &limit);
+    return signal > 0 ? signal : 0;
+  }
+
+ private:
+  sigset_t set_;
+};
+
+// Loads on a thread of its own, so that signals and health questions are answered meanwhile. Given up, the thread goes
+// on and keeps what it needs alive by itself.
+class Loader {
+ public:
+  Loader(const ServerConfig& config, ServerHealth* health, EngineObserver* observer)
+      : shared_(std::make_shared<Shared>()) {
+    thread_ = std::thread([shared = shared_, config, health, observer] {
+      EngineHost::Failure failure;
+      auto host = EngineHost::Load(
+          config,
+          [&](double percent) {
+            if (!shared->given_up.load()) health->SetLoadPercent(percent);
+          },
+          observer, &failure);
+      std::lock_guard lock(shared->mutex);
+      shared->host = std::move(host);
+      shared->failure = failure;
+      shared->done = true;
+    });
+  }
+  ~Loader() {
+    if (thread_.joinable()) thread_.join();
+  }
+
+  bool Done() const {
+    std::lock_guard lock(shared_->mutex);
+    return shared_->done;
+  }
+  // After Done: null when loading failed.
+  std::unique_ptr<EngineHost> Take(EngineHost::Failure* failure) {
+    thread_.join();
+    *failure = shared_->failure;
+    return std::move(shared_->host);
+  }
+  void GiveUp() {
+    shared_->given_up.store(true);
+    thread_.detach();
+  }
+
+ private:
+  struct Shared {
+    mutable std::mutex mutex;
+    std::unique_ptr<EngineHost> host;  // guarded by mutex, as the next two
+    EngineHost::Failure failure;
+    bool done = false;
+    std::atomic<bool> given_up{false};
+  };
+  std::shared_ptr<Shared> shared_;
+  std::thread thread_;
+};
+
+std::string ListenerText(const std::string& host, const Port& wanted, int port) {
+  return wanted.has_value() ? absl::StrCat(host, ":", port) : std::string("off");
+}
+
+// One run of the server. Members live in the order in which they need each other.
+class Server {
+ public:
+  explicit Server(ServerConfig config)
+      : config_(std::move(config)),
+        metrics_(
+            Metrics::Options{kVersion, kCommit, config_.served_model_names.front(), config_.metrics_compat == "vllm"}),
+        generation_(GenerationOptions(config_), &health_, &metrics_),
+        gateway_(OpenAiOptions{.vendor_strict = config_.vendor_strict}, &generation_, &health_, &metrics_, &keys_),
+        http_pool_(kHttpTextThreads) {}
+
+  // True when a thread that still loads refers to this object.
+  bool gave_up() const { return gave_up_; }
+
+  int Run(const Signals& signals) {
+    const Clock::time_point start = Clock::now();
+    if (const int code = Listen(); code != kExitOk) return code;
+    Loader loader(config_, &health_, &metrics_);
+    while (!loader.Done()) {
+      if (const int signal = signals.Wait(kTick)) {
+        spdlog::info("signal {} while loading: ending", signal);
+        loader.GiveUp();
+        gave_up_ = true;
+        health_.StartDrain(Clock::duration::zero());
+        CloseListeners();
+        return kExitOk;
+      }
+    }
+    EngineHost::Failure failure;
+    host_ = loader.Take(&failure);
+    if (host_ == nullptr) {
+      spdlog::error("{}", failure.message);
+      return failure.exit_code;
+    }
+    Engine& engine = host_->engine();
+    generation_.Install(host_->served_model());
+    metrics_.WatchEngine([&engine] { return engine.Load(); }, engine.Limits());
+    health_.SetServing();
+    PrintReady(std::chrono::duration<double>(Clock::now() - start).count());
+    int code = kExitOk;
+    {
+      const LoadSummaryLogger summary([&engine] { return engine.Load(); }, kSummarySeconds,
+                                      [](const std::string& line) { spdlog::info("{}", line); });
+      code = Serve(signals);
+    }
+    metrics_.WatchEngine({}, engine.Limits());
+    return code;
+  }
+
+ private:
+  static GenerationService::Options GenerationOptions(const ServerConfig& config) {
+    GenerationService::Options options;
+    options.default_effort = config.default_effort;
+    if (config.request_timeout_seconds.has_value()) options.request_timeout = Seconds(*config.request_timeout_seconds);
+    options.vendor_strict = config.vendor_strict;
+    options.max_queued_prompts = static_cast<size_t>(config.max_queue);
+    return options;
+  }
+
+  int Fail(int code, const absl::Status& status) {
+    spdlog::error("{}", std::string(status.message()));
+    return code;
+  }
+
+  int Listen() {
+    if (!config_.api_key_file.empty()) {
+      absl::StatusOr<ApiKeys> keys = ApiKeys::Load(config_.api_key_file);
+      if (!keys.ok()) return Fail(kExitUsage, keys.status());
+      keys_ = *std::move(keys);
+    }
+    GrpcServerOptions options;
+    options.host = config_.host;
+    options.port = config_.grpc_port;
+    options.admin_port = config_.admin_port;
+    options.max_message_mib = config_.max_message_mib;
+    options.max_concurrent_streams = config_.max_queue + config_.max_num_seqs.value_or(4096);
+    options.default_effort = config_.default_effort;
+    options.pump_threads = static_cast<int>(std::clamp(std::thread::hardware_concurrency() / 4, 1u, 4u));
+    for (const auto& [flag, path, text] :
+         {std::tuple{"--tls-cert", &config_.tls_cert, &options.tls_cert},
+          std::tuple{"--tls-key", &config_.tls_key, &options.tls_key},
+          std::tuple{"--tls-client-ca", &config_.tls_client_ca, &options.tls_client_ca}}) {
+      absl::StatusOr<std::string> pem = ReadPem(flag, *path);
+      if (!pem.ok()) return Fail(kExitUsage, pem.status());
+      *text = *std::move(pem);
+    }
+    AdminActions actions;
+    actions.drain = [this] { health_.StartDrain(Seconds(config_.drain_lag_seconds)); };
+    auto server = GrpcServer::Start(options, &generation_, &health_, &keys_, std::move(actions));
+    if (!server.ok()) return Fail(kExitCannotBind, server.status());
+    grpc_ = *std::move(server);
+    return ListenHttp();
+  }
+
+  int ListenHttp() {
+    if (!config_.port.has_value()) return kExitOk;
+    if (!config_.tls_cert.empty()) {
+      return Fail(kExitUsage, absl::InvalidArgumentError(
+                                  "--tls-cert protects the gRPC listener only: switch HTTP off with --port off"));
+    }
+    HttpServerOptions options;
+    options.host = config_.host;
+    options.port = *config_.port;
+    options.max_body_bytes = static_cast<uint64_t>(config_.max_body_mib) << 20;
+    auto server =
+        HttpServer::Start(options, gateway_, [this](std::function<void()> task) { http_pool_.Post(std::move(task)); });
+    if (!server.ok()) return Fail(kExitCannotBind, server.status());
+    http_ = *std::move(server);
+    return kExitOk;
+  }
+
+  // New transports are refused, calls in progress get a moment to say their last words.
+  void CloseListeners() {
+    std::thread http([this] {
+      if (http_ != nullptr) http_->Stop(kTransportGrace);
+    });
+    grpc_->Shutdown(kTransportGrace);
+    http.join();
+  }
+
+  void PrintReady(double seconds) {
+    const EngineLimits limits = host_->engine().Limits();
+    std::cout << "k3serve ready http=" << ListenerText(config_.host, config_.port, http_ == nullptr ? 0 : http_->port())
+              << " grpc=" << ListenerText(config_.host, config_.grpc_port, grpc_->port())
+              << " admin=" << ListenerText(config_.host, config_.admin_port, grpc_->admin_port())
+              << " model=" << config_.served_model_names.front() << " pages=" << limits.latent_pages
+              << " state_slots=" << limits.state_slots << " snapshots=" << limits.snapshot_slots
+              << " seconds=" << absl::StrFormat("%.2f", seconds) << std::endl;
+  }
+
+  // Until a signal or a device fault; returns the exit code.
+  int Serve(const Signals& signals) {
+    Engine& engine = host_->engine();
+    while (true) {
+      const int signal = signals.Wait(kTick);
+      const EngineLoad load = engine.Load();
+      health_.Observe(load);
+      if (!load.healthy) {
+        spdlog::critical("the device has failed: ending");
+        std::this_thread::sleep_for(kFaultNotice);
+        CloseListeners();
+        return kExitDeviceFault;
+      }
+      if (signal != 0) {
+        Drain(signals, signal);
+        return kExitOk;
+      }
+    }
+  }
+
+  // Waits until `done` or `until`; a further signal ends the process.
+  template <class Done>
+  void WaitUntil(const Signals& signals, Clock::time_point until, const Done& done) {
+    while (!done() && Clock::now() < until) {
+      if (const int signal = signals.Wait(std::chrono::milliseconds(10))) {
+        spdlog::warn("second signal {}: ending at once", signal);
+        std::fflush(nullptr);
+        std::_Exit(128 + signal);
+      }
+    }
+  }
+
+  void Drain(const Signals& signals, int signal) {
+    const Clock::time_point start = Clock::now();
+    const Clock::duration lag = Seconds(config_.drain_lag_seconds);
+    const Clock::time_point limit = start + Seconds(config_.shutdown_timeout_seconds);
+    const auto idle = [this] { return generation_.active() == 0; };
+    spdlog::info("signal {}: draining, {} requests", signal, generation_.active());
+    health_.StartDrain(lag);
+    if (http_ != nullptr) http_->StartDrain();
+    WaitUntil(signals, start + lag, [] { return false; });
+    WaitUntil(signals, limit, idle);
+    host_->engine().StopAdmission();
+    if (!idle()) {
+      spdlog::warn("--shutdown-timeout has passed: ending {} requests", generation_.active());
+      generation_.AbortAll(absl::UnavailableError("the server is shutting down"));
+      WaitUntil(signals, Clock::now() + kFlushTime, idle);
+    }
+    CloseListeners();
+    spdlog::info("drained in {:.2f} s", std::chrono::duration<double>(Clock::now() - start).count());
+  }
+
+  const ServerConfig config_;
+  ApiKeys keys_;
+  ServerHealth health_;
+  Metrics metrics_;
+  GenerationService generation_;
+  OpenAiGateway gateway_;
+  WorkerPool http_pool_;  // reads large bodies
+  std::unique_ptr<GrpcServer> grpc_;
+  bool gave_up_ = false;
+  std::unique_ptr<HttpServer> http_;
+  std::unique_ptr<EngineHost> host_;  // ends before the front ends that its streams notify
+};
+
+}  // namespace
+
+int RunServe(const std::vector<std::string>& args, const GetEnv& getenv) {
+  const absl::StatusOr<ServerCommandLine> line = ParseServerCommandLine(args, getenv);
+  if (!line.ok()) {
+    std::cerr << "k3serve serve: " << line.status().message() << "\n";
+    return kExitUsage;
+  }
+  if (line->help) {
+    std::cout
+        << "Usage: k3serve serve MODEL_DIR [flags]\n\n"
+           "Loads the model and serves it. Every flag may also be an environment variable (K3SERVE_GRPC_PORT for "
+           "--grpc-port)\nor a key of the --config file; flags win over the environment, and that over the file.\n"
+        << ServerFlagsHelp();
+    return kExitOk;
+  }
+  if (line->print_config) {
+    std::cout << line->values;
+    return kExitOk;
+  }
+  const Signals signals;
+  SetUpLogging(line->config.log_format, line->config.log_level);
+  auto server = std::make_unique<Server>(line->config);
+  const int code = server->Run(signals);
+  if (server->gave_up()) static_cast<void>(server.release());  // belongs to the loading thread until the process ends
+  return code;
+}
+
+}  // namespace k3

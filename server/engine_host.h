@@ -1,0 +1,62 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "engine/engine.h"
+#include "engine/executor.h"
+#include "engine/memory_plan.h"
+#include "engine/model/weights_loader.h"
+#include "kernels/ops.h"
+#include "server/served_model.h"
+#include "server/server_config.h"
+
+namespace k3 {
+
+// The device, the loaded model and the engine over it: everything below the front ends, in the order in which it must
+// live. Made by one thread; the engine may then be used from any.
+class EngineHost {
+ public:
+  // Why a start failed: an exit code and a sentence.
+  struct Failure {
+    int exit_code = 0;
+    std::string message;
+  };
+
+  // Loads the model of `config` and starts its engine. `progress` gets the percent read so far. Null, and `failure`
+  // filled in, when that cannot be done. `observer` may be null and must outlive the host.
+  static std::unique_ptr<EngineHost> Load(const ServerConfig& config, const std::function<void(double)>& progress,
+                                          EngineObserver* observer, Failure* failure);
+  // Ends what still runs with UNAVAILABLE.
+  ~EngineHost() = default;
+
+  Engine& engine() { return *engine_; }
+  std::shared_ptr<const ServedModel> served_model() const { return served_; }
+
+ private:
+  EngineHost() = default;
+
+  absl::Status OpenDevice(const ServerConfig& config);
+  absl::Status LoadModel(const ServerConfig& config, const std::function<void(double)>& progress, Failure* failure);
+  // Fills in plan_; RESOURCE_EXHAUSTED when it does not fit.
+  absl::Status Plan(const ModelConfig& model_config, const MemoryRequest& request, Failure* failure);
+  absl::Status StartEngine(const ServerConfig& config, EngineObserver* observer, Failure* failure);
+
+  MemoryPlan plan_;
+  std::unique_ptr<Ops> ops_;
+  std::unique_ptr<LoadedModel> loaded_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<Executor> executor_;
+  std::unique_ptr<Engine> engine_;
+  std::shared_ptr<ServedModel> served_;
+};
+
+// The ids that end a reply: of config.json, generation_config.json and the tokenizer, ascending, each once.
+std::vector<int32_t> EosTokenIds(const ModelConfig& config, const SamplingDefaults& defaults,
+                                 const Tokenizer& tokenizer);
+
+// Names the weights: equal for equal checkpoints, of headers, sizes and samples of the data. `seed` for random weights.
+std::string WeightsVersion(const LoadedModel& model, std::optional<int64_t> seed);
+
+}  // namespace k3

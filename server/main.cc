@@ -1,0 +1,83 @@
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "server/commands/bench.h"
+#include "server/commands/generate.h"
+#include "server/commands/plan.h"
+#include "server/commands/serve.h"
+#include "server/commands/verify.h"
+#include "server/commands/version.h"
+#include "server/exit_codes.h"
+#include "server/flags.h"
+
+namespace k3 {
+namespace {
+
+struct Command {
+  const char* name;
+  const char* help;
+  int (*run)(const std::vector<std::string>& args);
+};
+
+const Command kCommands[] = {
+    {"serve", "MODEL_DIR          load a model and serve it by gRPC and HTTP",
+     [](const std::vector<std::string>& args) {
+       return RunServe(args, [](const char* name) { return getenv(name); });
+     }},
+    {"generate", "TEXT            ask a running server",
+     [](const std::vector<std::string>& args) { return RunGenerate(args, std::cin, std::cout, std::cerr); }},
+    {"bench", "                   put load on a running server and measure it",
+     [](const std::vector<std::string>& args) { return RunBench(args, std::cout, std::cerr); }},
+    {"plan", "MODEL_DIR           how memory would be used, without loading",
+     [](const std::vector<std::string>& args) { return RunPlan(args, std::cout, std::cerr); }},
+    {"verify", "MODEL_DIR         run reference prompts and compare",
+     [](const std::vector<std::string>& args) { return RunVerify(args, std::cout, std::cerr); }},
+    {"version", "                 version, commit, libraries, processors",
+     [](const std::vector<std::string>&) {
+       std::cout << VersionText();
+       return static_cast<int>(kExitOk);
+     }},
+};
+
+void PrintUsage(std::ostream& out) {
+  out << "k3serve - inference server for Kimi K3-style models\n\nUsage: k3serve COMMAND ...\n\n";
+  for (const Command& command : kCommands) out << "  " << command.name << " " << command.help << "\n";
+  out << "\nk3serve COMMAND --help tells a command's flags. Exit codes: 0 clean, 2 usage, 3 does not fit, 4 bad "
+         "checkpoint,\n5 cannot bind, 6 no usable device, 70 device fault.\n";
+}
+
+int Run(const std::vector<std::string>& words) {
+  if (words.empty()) {
+    PrintUsage(std::cerr);
+    return kExitUsage;
+  }
+  const std::string& name = words[0];
+  if (name == "--help" || name == "-h" || name == "help") {
+    PrintUsage(std::cout);
+    return kExitOk;
+  }
+  const std::string wanted = name == "--version" ? "version" : name;
+  const Command* nearest = nullptr;
+  for (const Command& command : kCommands) {
+    if (wanted == command.name) return command.run({words.begin() + 1, words.end()});
+    if (nearest == nullptr || EditDistance(wanted, command.name) < EditDistance(wanted, nearest->name)) {
+      nearest = &command;
+    }
+  }
+  std::cerr << "k3serve: unknown command " << name << "; did you mean " << nearest->name << "?\n";
+  return kExitUsage;
+}
+
+}  // namespace
+}  // namespace k3
+
+int main(int argc, char** argv) {
+  const int code = k3::Run(std::vector<std::string>(argv + 1, argv + argc));
+  // Not through static destructors: a load that was given up may still be running.
+  std::cout.flush();
+  std::fflush(nullptr);
+  std::_Exit(code);
+}

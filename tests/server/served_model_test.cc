@@ -1,0 +1,55 @@
+#include "server/served_model.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "tests/testing/paths.h"
+
+namespace k3 {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+absl::StatusOr<SamplingDefaults> Load(const std::string& text) {
+  const std::string dir = ::testing::TempDir() + "/k3serve_generation_config";
+  std::filesystem::create_directories(dir);
+  std::ofstream(dir + "/generation_config.json") << text;
+  return LoadSamplingDefaults(dir);
+}
+
+TEST(ServedModelTest, TinyK3HasItsOwnDefaults) {
+  const auto defaults = LoadSamplingDefaults(testing::TinyK3());
+  ASSERT_TRUE(defaults.ok());
+  EXPECT_EQ(defaults->temperature, 0.6f);
+  EXPECT_EQ(defaults->top_p, 0.95f);
+  EXPECT_EQ(defaults->top_k, std::nullopt);
+  EXPECT_THAT(defaults->eos_token_ids, ElementsAre(3842));
+}
+
+TEST(ServedModelTest, NoFileMeansNoDefaults) {
+  const auto defaults = LoadSamplingDefaults("/nowhere");
+  ASSERT_TRUE(defaults.ok());
+  EXPECT_FALSE(defaults->temperature.has_value());
+}
+
+TEST(ServedModelTest, GreedyIsASwitchAndEosMayBeAList) {
+  const auto defaults = Load(R"({"do_sample": false, "temperature": 0.7, "eos_token_id": [1, 2], "top_k": null})");
+  ASSERT_TRUE(defaults.ok());
+  EXPECT_EQ(defaults->temperature, 0.0f);
+  EXPECT_THAT(defaults->eos_token_ids, ElementsAre(1, 2));
+}
+
+TEST(ServedModelTest, BadFilesNameFileAndField) {
+  EXPECT_THAT(std::string(Load("[]").status().message()), HasSubstr("generation_config.json: is not a JSON object"));
+  EXPECT_THAT(std::string(Load(R"({"top_p": 2})").status().message()), HasSubstr("top_p must be from"));
+  EXPECT_THAT(std::string(Load(R"({"temperature": "x"})").status().message()),
+              HasSubstr("temperature must be a number"));
+  EXPECT_THAT(std::string(Load(R"({"eos_token_id": "x"})").status().message()), HasSubstr("eos_token_id"));
+}
+
+}  // namespace
+}  // namespace k3
