@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include <chrono>
+#include <ctime>
 #include <string>
 
 #include "server/text/field_error.h"
@@ -135,9 +135,9 @@ TEST(JsonParser, WideObjectsTakeLinearTime) {
   std::string text = "{";
   for (int i = 0; i < 200000; ++i) text += "\"key" + std::to_string(i) + "\":0,";
   text += "\"last\":1}";
-  const auto begin = std::chrono::steady_clock::now();
+  const std::clock_t begin = std::clock();
   EXPECT_EQ(ParseJson(text).value().keys.size(), 200001u);
-  EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(), 2.0);
+  EXPECT_LT(static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC, 5.0);  // quadratic: minutes
 }
 
 TEST(JsonValue, SetAndFind) {

@@ -1,8 +1,9 @@
 #include "server/text/tokenizer.h"
 
 #include <gtest/gtest.h>
+#include <time.h>
 
-#include <chrono>
+#include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -168,19 +169,32 @@ TEST(BytePairEncoder, EqualsTheDefinition) {
   }
 }
 
+// Processor time of this thread: the machine may be busy.
+double ThreadSeconds() {
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+#ifdef __SANITIZE_ADDRESS__
+constexpr double kSlowdown = 10;
+#else
+constexpr double kSlowdown = 1;
+#endif
+
 double EncodeSeconds(const std::string& text) {
   double best = 1e9;
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 2; ++i) {
     Ids ids;
-    const auto begin = std::chrono::steady_clock::now();
+    const double begin = ThreadSeconds();
     EXPECT_TRUE(Tiny().Encode(text, EncodeMode::kOrdinary, &ids).ok());
-    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    best = std::min(best, ThreadSeconds() - begin);
     EXPECT_EQ(Tiny().Decode(ids), text);
   }
   return best;
 }
 
-// Encoding must stay near-linear whatever the text; a test machine may be busy, so the bounds are loose.
+// Encoding must stay near-linear whatever the text.
 TEST(Tokenizer, LongRunsTakeLinearTime) {
   std::string letters;
   uint64_t state = 1;
@@ -195,8 +209,8 @@ TEST(Tokenizer, LongRunsTakeLinearTime) {
     text.resize(ValidUtf8Prefix(std::string_view(text).substr(0, 1 << 20)));
     const double whole = EncodeSeconds(text);
     const double half = EncodeSeconds(text.substr(0, ValidUtf8Prefix(std::string_view(text).substr(0, 1 << 19))));
-    EXPECT_LT(whole, 2.0) << unit[0];
-    EXPECT_LT(whole, 4 * half + 0.02) << unit[0];
+    EXPECT_LT(whole, 2.0 * kSlowdown) << unit[0];
+    EXPECT_LT(whole, 3 * half + 0.02) << unit[0];
   }
 }
 
@@ -208,9 +222,9 @@ TEST(BytePairEncoder, OneHugePiece) {
   TokenTable table;
   table.Build(tokens);
   Ids ids;
-  const auto begin = std::chrono::steady_clock::now();
+  const double begin = ThreadSeconds();
   BytePairEncoder(table).Encode(std::string(1 << 20, 'x'), nullptr, &ids);
-  EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(), 2.0);
+  EXPECT_LT(ThreadSeconds() - begin, 2.0 * kSlowdown);
   EXPECT_EQ(ids, Ids((1 << 20) / 64, 256 + 5));
 }
 
