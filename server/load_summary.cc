@@ -19,24 +19,25 @@ double Percent(uint64_t part, uint64_t whole) {
 
 }  // namespace
 
-std::string FormatLoadSummary(const EngineLoad& before, const EngineLoad& now, double seconds) {
-  const uint64_t queried = now.prefix_query_tokens - before.prefix_query_tokens;
-  const uint64_t resumed = now.prefix_hit_tokens - before.prefix_hit_tokens;
+std::string FormatLoadSummary(const LoadSample& before, const LoadSample& now, double seconds) {
+  const EngineLoad& load = now.engine;
+  const uint64_t queried = load.prefix_query_tokens - before.engine.prefix_query_tokens;
+  const uint64_t resumed = load.prefix_hit_tokens - before.engine.prefix_hit_tokens;
   return absl::StrFormat(
       "load: running %d, waiting %d, prefill %.1f tokens/s, decode %.1f tokens/s, pages %d/%d (%.1f %%, cached %d), "
       "state slots %d/%d (%.1f %%), snapshots %d/%d, cache hits %.1f %% of %d prompt tokens, preemptions %d",
-      now.running, now.waiting, PerSecond(before.prompt_tokens, now.prompt_tokens, seconds),
-      PerSecond(before.generated_tokens, now.generated_tokens, seconds), now.pages_used, now.pages_total,
-      Percent(static_cast<uint64_t>(now.pages_used), static_cast<uint64_t>(now.pages_total)), now.pages_cached,
-      now.state_slots_used, now.state_slots_total,
-      Percent(static_cast<uint64_t>(now.state_slots_used), static_cast<uint64_t>(now.state_slots_total)),
-      now.snapshots_used, now.snapshots_total, Percent(resumed, queried), queried,
-      now.preemptions - before.preemptions);
+      load.running, load.waiting, PerSecond(before.prefill_tokens, now.prefill_tokens, seconds),
+      PerSecond(before.engine.generated_tokens, load.generated_tokens, seconds), load.pages_used, load.pages_total,
+      Percent(static_cast<uint64_t>(load.pages_used), static_cast<uint64_t>(load.pages_total)), load.pages_cached,
+      load.state_slots_used, load.state_slots_total,
+      Percent(static_cast<uint64_t>(load.state_slots_used), static_cast<uint64_t>(load.state_slots_total)),
+      load.snapshots_used, load.snapshots_total, Percent(resumed, queried), queried,
+      load.preemptions - before.engine.preemptions);
 }
 
-LoadSummaryLogger::LoadSummaryLogger(std::function<EngineLoad()> load, double interval_seconds,
+LoadSummaryLogger::LoadSummaryLogger(std::function<LoadSample()> sample, double interval_seconds,
                                      std::function<void(const std::string&)> write)
-    : load_(std::move(load)), interval_seconds_(interval_seconds), write_(std::move(write)) {
+    : sample_(std::move(sample)), interval_seconds_(interval_seconds), write_(std::move(write)) {
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -50,15 +51,15 @@ LoadSummaryLogger::~LoadSummaryLogger() {
 }
 
 void LoadSummaryLogger::Run() {
-  EngineLoad before = load_();
+  LoadSample before = sample_();
   Clock::time_point then = Clock::now();
   bool was_busy = false;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!wake_.wait_for(lock, std::chrono::duration<double>(interval_seconds_), [this] { return stop_; })) {
     lock.unlock();
-    const EngineLoad now = load_();
+    const LoadSample now = sample_();
     const Clock::time_point time = Clock::now();
-    const bool busy = now.running > 0 || now.waiting > 0 || now.steps != before.steps;
+    const bool busy = now.engine.running > 0 || now.engine.waiting > 0 || now.engine.steps != before.engine.steps;
     if (busy || was_busy) {
       write_(FormatLoadSummary(before, now, std::chrono::duration<double>(time - then).count()));
     }

@@ -229,8 +229,6 @@ Metrics::Metrics(Options options)
           MakeGauge(registry_, "seconds_since_step", "Seconds since the last finished step; 0 when there is no work")),
       engine_healthy_(MakeGauge(registry_, "engine_healthy", "0 while loading and after a device fault")),
       steps_(MakeCounter(registry_, "steps_total", "Finished engine steps")),
-      prefill_tokens_(
-          MakeCounter(registry_, "prefill_tokens_total", "Prompt tokens computed, cached ones not included")),
       prefix_query_tokens_(
           MakeCounter(registry_, "prefix_cache_query_tokens_total", "Prompt tokens looked up in the prefix cache")),
       prefix_page_hit_tokens_(
@@ -247,6 +245,9 @@ Metrics::Metrics(Options options)
           ProcessGauge(registry_, "process_start_time_seconds", "Start of the process, seconds since 1970")),
       resident_bytes_(ProcessGauge(registry_, "process_resident_memory_bytes", "Resident memory")),
       open_files_(ProcessGauge(registry_, "process_open_fds", "Open file descriptors")),
+      prefill_tokens_(
+          MakeCounter(registry_, "prefill_tokens_total",
+                      "Prompt tokens computed by steps: no cached ones, those computed again after preemption twice")),
       requests_accepted_(MakeCounter(registry_, "requests_accepted_total", "Requests that the engine took")),
       rejected_(CounterFamily(registry_, "rejected_total", "Requests that the engine never got, by status code")),
       prompt_tokens_(MakeCounter(registry_, "prompt_tokens_total", "Prompt tokens of accepted requests")),
@@ -311,6 +312,7 @@ void Metrics::OnRejected(absl::StatusCode code) { rejected_.Add({{"reason", Reje
 void Metrics::OnStep(const StepStats& stats) {
   step_duration_.Observe(stats.seconds);
   step_batch_tokens_.Observe(stats.tokens);
+  prefill_tokens_.Increment(stats.prefill_tokens);
 }
 
 void Metrics::OnExpertLoad(const std::string& layer_group, double max_over_mean) {
@@ -343,7 +345,6 @@ void Metrics::ReadEngine() {
   seconds_since_step_.Set(load.seconds_since_step);
   engine_healthy_.Set(load.healthy ? 1 : 0);
   Advance(steps_, last_load_.steps, load.steps);
-  Advance(prefill_tokens_, last_load_.prompt_tokens, load.prompt_tokens);
   Advance(prefix_query_tokens_, last_load_.prefix_query_tokens, load.prefix_query_tokens);
   Advance(prefix_page_hit_tokens_, last_load_.prefix_page_hit_tokens, load.prefix_page_hit_tokens);
   Advance(prefix_hit_tokens_, last_load_.prefix_hit_tokens, load.prefix_hit_tokens);

@@ -83,6 +83,8 @@ class Metrics : public EngineObserver {
   void OnRejected(absl::StatusCode code);
   using EngineObserver::OnRejected;
   void OnStep(const StepStats& stats) override;
+  // Prompt tokens that steps have computed so far, for rates: the engine's own total counts them on arrival.
+  uint64_t prefill_tokens() const { return static_cast<uint64_t>(prefill_tokens_.Value()); }
   // Busiest expert over the mean of all experts of a group of layers, over the steps since the last call.
   void OnExpertLoad(const std::string& layer_group, double max_over_mean);
   // Share of expert choices in which the balance rule replaced the router's own choice.
@@ -120,7 +122,6 @@ class Metrics : public EngineObserver {
   prometheus::Gauge& seconds_since_step_;
   prometheus::Gauge& engine_healthy_;
   prometheus::Counter& steps_;
-  prometheus::Counter& prefill_tokens_;  // computed, recomputation after preemption included
   prometheus::Counter& prefix_query_tokens_;
   prometheus::Counter& prefix_page_hit_tokens_;
   prometheus::Counter& prefix_hit_tokens_;
@@ -133,6 +134,7 @@ class Metrics : public EngineObserver {
   prometheus::Gauge& open_files_;
 
   // Fed by the hooks.
+  prometheus::Counter& prefill_tokens_;
   prometheus::Counter& requests_accepted_;
   std::array<prometheus::Counter*, kNumOutcomes> requests_finished_;
   prometheus::Family<prometheus::Counter>& rejected_;

@@ -173,8 +173,11 @@ class Server {
     PrintReady(std::chrono::duration<double>(Clock::now() - start).count());
     int code = kExitOk;
     {
-      const LoadSummaryLogger summary([&engine] { return engine.Load(); }, kSummarySeconds,
-                                      [](const std::string& line) { spdlog::info("{}", line); });
+      const LoadSummaryLogger summary(
+          [&] {
+            return LoadSample{engine.Load(), metrics_.prefill_tokens()};
+          },
+          kSummarySeconds, [](const std::string& line) { spdlog::info("{}", line); });
       code = Serve(signals);
     }
     metrics_.WatchEngine({}, engine.Limits());

@@ -15,27 +15,29 @@ namespace {
 using ::testing::HasSubstr;
 
 TEST(LoadSummaryTest, ShowsRatesOverTheInterval) {
-  EngineLoad before;
-  before.prompt_tokens = 1000;
-  before.generated_tokens = 100;
-  before.prefix_query_tokens = 500;
-  before.prefix_hit_tokens = 400;
-  before.preemptions = 4;
-  EngineLoad now = before;
-  now.running = 3;
-  now.waiting = 2;
-  now.prompt_tokens = 6000;
-  now.generated_tokens = 350;
-  now.pages_used = 25;
-  now.pages_total = 200;
-  now.pages_cached = 9;
-  now.state_slots_used = 3;
-  now.state_slots_total = 4;
-  now.snapshots_used = 5;
-  now.snapshots_total = 16;
-  now.prefix_query_tokens = 1500;
-  now.prefix_hit_tokens = 650;
-  now.preemptions = 5;
+  LoadSample before;
+  before.prefill_tokens = 1000;
+  before.engine.prompt_tokens = 7;  // counted on arrival: not a rate of work
+  before.engine.generated_tokens = 100;
+  before.engine.prefix_query_tokens = 500;
+  before.engine.prefix_hit_tokens = 400;
+  before.engine.preemptions = 4;
+  LoadSample now = before;
+  now.prefill_tokens = 6000;
+  now.engine.running = 3;
+  now.engine.waiting = 2;
+  now.engine.prompt_tokens = 1000000;
+  now.engine.generated_tokens = 350;
+  now.engine.pages_used = 25;
+  now.engine.pages_total = 200;
+  now.engine.pages_cached = 9;
+  now.engine.state_slots_used = 3;
+  now.engine.state_slots_total = 4;
+  now.engine.snapshots_used = 5;
+  now.engine.snapshots_total = 16;
+  now.engine.prefix_query_tokens = 1500;
+  now.engine.prefix_hit_tokens = 650;
+  now.engine.preemptions = 5;
   EXPECT_EQ(
       FormatLoadSummary(before, now, 10),
       "load: running 3, waiting 2, prefill 500.0 tokens/s, decode 25.0 tokens/s, pages 25/200 (12.5 %, cached 9), "
@@ -43,7 +45,7 @@ TEST(LoadSummaryTest, ShowsRatesOverTheInterval) {
 }
 
 TEST(LoadSummaryTest, EmptyPoolsAndNoTimeAreNotADivision) {
-  const std::string line = FormatLoadSummary(EngineLoad(), EngineLoad(), 0);
+  const std::string line = FormatLoadSummary(LoadSample(), LoadSample(), 0);
   EXPECT_THAT(line, HasSubstr("decode 0.0 tokens/s"));
   EXPECT_THAT(line, HasSubstr("pages 0/0 (0.0 %"));
 }
@@ -58,9 +60,9 @@ TEST(LoadSummaryTest, LogsWhileBusyOnceWhenIdleThenNot) {
   };
   LoadSummaryLogger logger(
       [&running] {
-        EngineLoad load;
-        load.running = running;
-        return load;
+        LoadSample sample;
+        sample.engine.running = running;
+        return sample;
       },
       0.01,
       [&](const std::string& line) {

@@ -277,7 +277,7 @@ TEST(MetricsTest, CountsFromManyThreadsWhileScraped) {
         auto request = metrics.OnAccepted(10, 1);
         for (int k = 0; k < 4; ++k) request->OnToken(0);
         request->OnFinished(Outcome::kLength, Usage(10, 4));
-        metrics.OnStep({.seconds = 0.01, .tokens = 4});
+        metrics.OnStep({.seconds = 0.01, .tokens = 4, .prefill_tokens = 3});
       }
     });
   }
@@ -291,6 +291,8 @@ TEST(MetricsTest, CountsFromManyThreadsWhileScraped) {
   const PrometheusText page = Page(metrics);
   EXPECT_EQ(page.Value("k3serve_generation_tokens_total"), kThreads * kRequests * 4);
   EXPECT_EQ(page.Value("k3serve_step_batch_tokens_sum"), kThreads * kRequests * 4);
+  EXPECT_EQ(page.Value("k3serve_prefill_tokens_total"), kThreads * kRequests * 3);
+  EXPECT_EQ(metrics.prefill_tokens(), kThreads * kRequests * 3u);
 }
 
 TEST(PrometheusTextTest, RefusesWhatAParserWould) {
