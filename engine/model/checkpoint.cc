@@ -71,8 +71,10 @@ std::string FileName(const std::string& path) { return std::filesystem::path(pat
 
 bool Checkpoint::Exists(const std::string& dir) {
   std::error_code error;
-  return std::filesystem::exists(dir + "/" + kIndexFile, error) ||
-         std::filesystem::exists(dir + "/" + kSingleFile, error);
+  for (const auto& entry : std::filesystem::directory_iterator(dir, error)) {
+    if (entry.path().extension() == ".safetensors") return true;
+  }
+  return false;
 }
 
 absl::StatusOr<std::unique_ptr<Checkpoint>> Checkpoint::Open(const std::string& dir) {

@@ -29,7 +29,7 @@ class Checkpoint {
   // NotFound: no directory, or no weights in it. DataLoss: anything wrong with the files. Messages name file and tensor
   // and list at most ten names.
   static absl::StatusOr<std::unique_ptr<Checkpoint>> Open(const std::string& dir);
-  // Whether Open would find something to open. `plan` works without weights.
+  // Whether there are any weight files. `plan` works without, also beside an index whose files are not there yet.
   static bool Exists(const std::string& dir);
 
   std::optional<Location> Find(std::string_view name) const;

@@ -98,6 +98,15 @@ TEST(PlanTest, BadModels) {
   // Without the weights the same configuration can be planned.
   std::filesystem::remove(dir.File("model.safetensors"));
   EXPECT_EQ(PlanRun({dir.path(), "--gpu-memory-gib", "1"}).code, kExitOk);
+  // So it can beside an index of which no file is there; once one is, all must be.
+  testing::TestCheckpoint whole(testing::SmallK3Config());
+  whole.Write(dir.path(), 3);
+  EXPECT_EQ(PlanRun({dir.path(), "--gpu-memory-gib", "1"}).code, kExitOk);
+  std::filesystem::remove(dir.File(testing::ShardName(1, 3)));
+  EXPECT_EQ(PlanRun({dir.path(), "--gpu-memory-gib", "1"}).code, kExitBadCheckpoint);
+  std::filesystem::remove(dir.File(testing::ShardName(0, 3)));
+  std::filesystem::remove(dir.File(testing::ShardName(2, 3)));
+  EXPECT_EQ(PlanRun({dir.path(), "--gpu-memory-gib", "1"}).code, kExitOk);
 }
 
 }  // namespace
