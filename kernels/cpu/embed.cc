@@ -28,7 +28,7 @@ MatrixView CpuOps::MakeTable(const HostTensor& table) {
       continue;
     }
     for (int64_t c = 0; c < cols; ++c) {
-      const float value = RandomWeight(table.random_seed, static_cast<uint64_t>(r * ld + c), table.random_stddev);
+      const float value = RandomWeight(table.random_seed, static_cast<uint64_t>(r * cols + c), table.random_stddev);
       if (table.dtype == DType::kF32) {
         std::memcpy(row + 4 * c, &value, 4);
       } else {

@@ -32,7 +32,7 @@ void ReadRow(const HostTensor& t, int64_t row, float* out) {
   const int64_t begin = row * (t.row_stride > 0 ? t.row_stride : cols);
   for (int64_t c = 0; c < cols; ++c) {
     if (t.data == nullptr) {
-      const float value = RandomWeight(t.random_seed, static_cast<uint64_t>(begin + c), t.random_stddev);
+      const float value = RandomWeight(t.random_seed, static_cast<uint64_t>(row * cols + c), t.random_stddev);
       out[c] = t.dtype == DType::kBF16 ? Bf16ToFloat(FloatToBf16(value)) : value;
     } else if (t.dtype == DType::kF32) {
       std::memcpy(&out[c], static_cast<const char*>(t.data) + 4 * (begin + c), 4);
@@ -145,9 +145,10 @@ PanelMatrix PanelMatrix::PackMxfp4(const HostTensor& packed, const HostTensor& s
       uint8_t* out = panel + group * (kWidth + kMxfp4Group * kWidth / 2);
       out[c] = scales != nullptr ? scales[row * scale_stride + group] : random_scale;
       for (int64_t i = 0; i < kMxfp4Group; ++i) {
-        const int64_t index = row * packed_stride + (group * kMxfp4Group + i) / 2;
-        const uint8_t pair =
-            codes != nullptr ? codes[index] : RandomWeightMxfp4Byte(packed.random_seed, static_cast<uint64_t>(index));
+        const int64_t column = (group * kMxfp4Group + i) / 2;
+        const uint64_t random_index = static_cast<uint64_t>(row * packed.shape[1] + column);
+        const uint8_t pair = codes != nullptr ? codes[row * packed_stride + column]
+                                              : RandomWeightMxfp4Byte(packed.random_seed, random_index);
         const int code = (pair >> (4 * (i & 1))) & 15;
         out[kWidth + i * 16 + c % 16] |= static_cast<uint8_t>(code << (4 * (c / 16)));
       }
