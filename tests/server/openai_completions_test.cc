@@ -1,0 +1,247 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "tests/testing/openai_server.h"
+
+namespace k3 {
+namespace {
+
+using testing::Json;
+using testing::OpenAiReply;
+using testing::OpenAiServer;
+using testing::OpenAiStream;
+
+constexpr char kCompletions[] = "/v1/completions";
+
+class OpenAiCompletionsTest : public ::testing::Test {
+ protected:
+  OpenAiServer server_;
+};
+
+TEST_F(OpenAiCompletionsTest, WholeAndStreamed) {
+  server_.ForceText(" world, hello");
+  const Json body = {{"model", "tiny-k3"}, {"prompt", "hello"}, {"max_tokens", 20}};
+  const OpenAiReply reply = server_.Post(kCompletions, body);
+  ASSERT_EQ(reply.status, 200) << reply.raw.body;
+  EXPECT_TRUE(reply.body["id"].get<std::string>().starts_with("cmpl-"));
+  EXPECT_EQ(reply.body["object"], "text_completion");
+  const Json& choice = reply.body["choices"][0];
+  EXPECT_EQ(choice["text"], " world, hello");
+  EXPECT_EQ(choice["finish_reason"], "stop");
+  EXPECT_TRUE(choice["logprobs"].is_null());
+  EXPECT_EQ(reply.body["usage"]["prompt_tokens"], server_.tokenizer().Encode("hello").value().size());
+
+  Json streamed = body;
+  streamed["stream_options"] = {{"include_usage", true}};
+  const OpenAiStream stream = server_.Stream(kCompletions, streamed);
+  EXPECT_EQ(stream.problem, "");
+  EXPECT_TRUE(stream.done);
+  EXPECT_EQ(stream.Text(), " world, hello");
+  EXPECT_EQ(stream.FinishReason(), "stop");
+  EXPECT_EQ(stream.chunks[0]["object"], "text_completion");
+  EXPECT_EQ(stream.chunks.back()["choices"], Json::array());
+  EXPECT_EQ(stream.chunks.back()["usage"], reply.body["usage"]);
+}
+
+TEST_F(OpenAiCompletionsTest, MarkupInAPromptIsTextUnlessAskedOtherwise) {
+  server_.ForceText("x");
+  server_.Post(kCompletions, {{"prompt", "<|open|>"}});
+  const std::vector<int32_t> text = server_.engine().LastRequest().prompt_tokens;
+  EXPECT_GT(text.size(), 1u);
+  server_.Post(kCompletions, {{"prompt", "<|open|>"}, {"control_tokens", true}});
+  EXPECT_EQ(server_.engine().LastRequest().prompt_tokens, (std::vector<int32_t>{3843}));
+}
+
+TEST_F(OpenAiCompletionsTest, BatchesKeepTheirOrder) {
+  server_.ForceText("!");
+  for (const Json& prompts : {Json({"one", "two", "three"}), Json::parse("[[11,12],[13],[14,15,16]]")}) {
+    const OpenAiReply reply = server_.Post(kCompletions, {{"prompt", prompts}, {"n", 2}, {"echo", true}});
+    ASSERT_EQ(reply.status, 200) << reply.raw.body;
+    ASSERT_EQ(reply.body["choices"].size(), 6u);
+    int64_t prompt_tokens = 0;
+    for (int i = 0; i < 6; ++i) {
+      const Json& prompt = prompts[i / 2];
+      std::string text;
+      std::vector<int32_t> ids;
+      if (prompt.is_string()) {
+        text = prompt;
+        ids = server_.tokenizer().Encode(text).value();
+      } else {
+        ids = prompt.get<std::vector<int32_t>>();
+        text = server_.tokenizer().Decode(ids);
+      }
+      if (i % 2 == 0) prompt_tokens += static_cast<int64_t>(ids.size());
+      EXPECT_EQ(reply.body["choices"][i]["index"], i);
+      EXPECT_EQ(reply.body["choices"][i]["text"], text + "!");
+    }
+    EXPECT_EQ(reply.body["usage"]["prompt_tokens"], prompt_tokens);
+    const OpenAiStream stream = server_.Stream(
+        kCompletions, {{"prompt", prompts}, {"n", 2}, {"echo", true}, {"stream_options", {{"include_usage", true}}}});
+    EXPECT_EQ(stream.problem, "");
+    for (int i = 0; i < 6; ++i) {
+      EXPECT_EQ(stream.Text(i), reply.body["choices"][i]["text"]);
+      EXPECT_EQ(stream.FinishReason(i), "stop");
+    }
+    EXPECT_EQ(stream.chunks.back()["usage"], reply.body["usage"]);
+  }
+}
+
+TEST_F(OpenAiCompletionsTest, ABatchLargerThanTheQueueFinishes) {
+  OpenAiServer::Options options;
+  options.engine.limits.max_queue = 8;
+  options.engine.limits.max_num_seqs = 4;
+  OpenAiServer server(options);
+  server.ForceText("ok");
+  const Json prompts(std::vector<std::string>(200, "p"));
+  const OpenAiReply reply = server.Post(kCompletions, {{"prompt", prompts}});
+  ASSERT_EQ(reply.status, 200) << reply.raw.body;
+  ASSERT_EQ(reply.body["choices"].size(), 200u);
+  for (const Json& choice : reply.body["choices"]) EXPECT_EQ(choice["text"], "ok");
+  EXPECT_TRUE(server.NothingLeaked());
+}
+
+TEST_F(OpenAiCompletionsTest, OneBadPromptRefusesTheBatch) {
+  server_.ForceText("ok");
+  const OpenAiReply reply = server_.Post(kCompletions, {{"prompt", Json::parse("[[1,2],[3,4096]]")}});
+  EXPECT_EQ(reply.status, 400);
+  EXPECT_EQ(reply.Param(), "prompt[1]");
+  EXPECT_TRUE(server_.NothingLeaked());
+  for (const char* prompt :
+       {"[1,\"a\"]", "[\"a\",1]", "[[1],\"a\"]", "[[1],2]", "[1,-1]", "[1.5]", "[null]", "{}", "true", "5"}) {
+    const OpenAiReply bad = server_.Post(kCompletions, {{"prompt", Json::parse(prompt)}});
+    EXPECT_EQ(bad.status, 400) << prompt;
+    EXPECT_TRUE(bad.Param().starts_with("prompt")) << prompt << bad.raw.body;
+  }
+  EXPECT_EQ(server_.Post(kCompletions, {{"prompt", "a"}, {"suffix", "b"}}).Param(), "suffix");
+  EXPECT_EQ(server_.Post(kCompletions, {{"prompt", "a"}, {"suffix", ""}}).status, 200);
+  EXPECT_EQ(server_.Post(kCompletions, {{"prompt", Json(std::vector<std::string>(100, "a"))}, {"n", 100}}).Param(),
+            "n");
+}
+
+TEST_F(OpenAiCompletionsTest, Logprobs) {
+  server_.ForceText("one two");
+  const std::vector<int32_t> tokens = server_.Tokens("one two");
+  const OpenAiReply reply =
+      server_.Post(kCompletions, {{"prompt", "p"}, {"logprobs", 3}, {"max_tokens", tokens.size()}});
+  ASSERT_EQ(reply.status, 200) << reply.raw.body;
+  const Json& logprobs = reply.body["choices"][0]["logprobs"];
+  ASSERT_EQ(logprobs["tokens"].size(), tokens.size());
+  ASSERT_EQ(logprobs["token_logprobs"].size(), tokens.size());
+  ASSERT_EQ(logprobs["top_logprobs"].size(), tokens.size());
+  ASSERT_EQ(logprobs["text_offset"].size(), tokens.size());
+  int64_t offset = 0;
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    EXPECT_EQ(logprobs["tokens"][i], server_.tokenizer().TokenBytes(tokens[i]));
+    EXPECT_EQ(logprobs["token_logprobs"][i], -0.25);
+    EXPECT_EQ(logprobs["top_logprobs"][i].size(), 3u);
+    EXPECT_EQ(logprobs["top_logprobs"][i][logprobs["tokens"][i].get<std::string>()], -0.25);
+    EXPECT_EQ(logprobs["text_offset"][i], offset);
+    offset += static_cast<int64_t>(server_.tokenizer().TokenBytes(tokens[i]).size());
+  }
+  const OpenAiStream stream =
+      server_.Stream(kCompletions, {{"prompt", "p"}, {"logprobs", 3}, {"max_tokens", tokens.size()}});
+  Json joined = {{"tokens", Json::array()},
+                 {"token_logprobs", Json::array()},
+                 {"top_logprobs", Json::array()},
+                 {"text_offset", Json::array()}};
+  for (const Json& chunk : stream.chunks) {
+    for (auto& [key, list] : joined.items()) {
+      const Json& part = chunk["choices"][0]["logprobs"];
+      if (!part.is_null()) list.insert(list.end(), part[key].begin(), part[key].end());
+    }
+  }
+  EXPECT_EQ(joined, logprobs);
+}
+
+// The token itself is always among the alternatives, also when only 0 are asked for or when its text is no whole
+// character.
+TEST_F(OpenAiCompletionsTest, TheTokenIsAlwaysAmongTheAlternatives) {
+  server_.Force({server_.ByteToken(0xF0), server_.ByteToken(0x9F), server_.ByteToken(0x98), server_.ByteToken(0x80)});
+  for (const int top : {0, 1, 5}) {
+    const OpenAiReply reply = server_.Post(kCompletions, {{"prompt", "p"}, {"logprobs", top}});
+    ASSERT_EQ(reply.status, 200);
+    EXPECT_EQ(reply.body["choices"][0]["text"], "😀");
+    const Json& logprobs = reply.body["choices"][0]["logprobs"];
+    ASSERT_EQ(logprobs["tokens"].size(), 5u) << "four bytes and the end token";
+    EXPECT_EQ(logprobs["tokens"][0], "bytes:\\xf0");
+    for (size_t i = 0; i < 5; ++i) {
+      const Json& alternatives = logprobs["top_logprobs"][i];
+      ASSERT_TRUE(alternatives.contains(logprobs["tokens"][i].get<std::string>()));
+      double best = -1e9;
+      for (const auto& [token, value] : alternatives.items()) best = std::max(best, value.get<double>());
+      EXPECT_EQ(best, logprobs["token_logprobs"][i].get<double>());
+    }
+  }
+}
+
+// What lm-evaluation-harness sends and how it reads the reply.
+TEST_F(OpenAiCompletionsTest, EchoWithPromptLogprobs) {
+  server_.ForceText("x");
+  for (const int max_tokens : {0, 1}) {
+    const Json prompts = Json::parse("[[101,102,103,104],[105,106]]");
+    const OpenAiReply reply = server_.Post(kCompletions, {{"prompt", prompts},
+                                                          {"echo", true},
+                                                          {"logprobs", 1},
+                                                          {"max_tokens", max_tokens},
+                                                          {"temperature", 0},
+                                                          {"seed", 1234}});
+    ASSERT_EQ(reply.status, 200) << reply.raw.body;
+    for (size_t p = 0; p < 2; ++p) {
+      const Json& choice = reply.body["choices"][p];
+      const std::vector<int32_t> ids = prompts[p].get<std::vector<int32_t>>();
+      const Json& logprobs = choice["logprobs"];
+      ASSERT_EQ(logprobs["tokens"].size(), ids.size() + max_tokens);
+      EXPECT_TRUE(logprobs["token_logprobs"][0].is_null());
+      EXPECT_TRUE(logprobs["top_logprobs"][0].is_null());
+      std::string joined;
+      for (size_t i = 0; i < ids.size(); ++i) {
+        joined += server_.tokenizer().TokenBytes(ids[i]);
+        EXPECT_EQ(logprobs["tokens"][i], server_.tokenizer().TokenBytes(ids[i]));
+        if (i == 0) continue;
+        EXPECT_EQ(logprobs["token_logprobs"][i], -0.5 * static_cast<double>(i));
+        EXPECT_EQ(logprobs["top_logprobs"][i][logprobs["tokens"][i].get<std::string>()], logprobs["token_logprobs"][i]);
+      }
+      EXPECT_EQ(choice["text"], joined + (max_tokens == 1 ? "x" : ""));
+      EXPECT_EQ(choice["finish_reason"], "length");
+    }
+    EXPECT_EQ(reply.body["usage"]["completion_tokens"], 2 * max_tokens);
+  }
+  const OpenAiReply without = server_.Post(kCompletions, {{"prompt", "abc"}, {"echo", true}, {"max_tokens", 0}});
+  ASSERT_EQ(without.status, 200) << without.raw.body;
+  EXPECT_EQ(without.body["choices"][0]["text"], "abc");
+  EXPECT_TRUE(without.body["choices"][0]["logprobs"].is_null());
+  const OpenAiStream stream =
+      server_.Stream(kCompletions, {{"prompt", "abc"}, {"echo", true}, {"logprobs", 0}, {"max_tokens", 0}});
+  EXPECT_EQ(stream.problem, "");
+  EXPECT_EQ(stream.Text(), "abc");
+  EXPECT_EQ(stream.FinishReason(), "length");
+  EXPECT_EQ(server_.Post(kCompletions, {{"prompt", "abc"}, {"max_tokens", 0}}).Param(), "max_tokens");
+}
+
+TEST_F(OpenAiCompletionsTest, TokenIdsAndPromptLogprobs) {
+  server_.Force({200, 201});
+  const OpenAiReply reply =
+      server_.Post(kCompletions, {{"prompt", {101, 102}}, {"return_token_ids", true}, {"prompt_logprobs", 2}});
+  ASSERT_EQ(reply.status, 200) << reply.raw.body;
+  const Json& choice = reply.body["choices"][0];
+  EXPECT_EQ(choice["token_ids"], Json({200, 201, 3842}));
+  EXPECT_EQ(choice["prompt_token_ids"], Json({101, 102}));
+  ASSERT_EQ(choice["prompt_logprobs"].size(), 2u);
+  EXPECT_EQ(choice["prompt_logprobs"][1]["102"]["logprob"], -0.5);
+  EXPECT_TRUE(choice["logprobs"].is_null());
+}
+
+TEST_F(OpenAiCompletionsTest, AStopTokenOfTheRequestIsNamed) {
+  server_.Force({200, 201, 202});
+  const OpenAiReply reply = server_.Post(kCompletions, {{"prompt", "p"}, {"stop_token_ids", {201}}});
+  EXPECT_EQ(reply.body["choices"][0]["stop_reason"], 201);
+  EXPECT_EQ(reply.body["choices"][0]["finish_reason"], "stop");
+  EXPECT_EQ(reply.body["usage"]["completion_tokens"], 2);
+}
+
+}  // namespace
+}  // namespace k3

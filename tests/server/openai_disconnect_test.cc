@@ -1,0 +1,157 @@
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "tests/testing/openai_server.h"
+
+namespace k3 {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::ChatBody;
+using testing::HttpClient;
+using testing::Json;
+using testing::OpenAiServer;
+
+constexpr char kChat[] = "/v1/chat/completions";
+
+// B26
+TEST(OpenAiDisconnectTest, ClosedStreamsFreeEverything) {
+  OpenAiServer::Options options;
+  options.engine.step_time = 500us;
+  OpenAiServer server(options);
+  server.ForceEndless(server.Tokens("x")[0]);
+  const uint64_t before = server.engine().Load().generated_tokens;
+  for (int i = 0; i < 500; ++i) {
+    HttpClient client(server.port());
+    client.SendRequest("POST", kChat, ChatBody({{"stream", true}, {"max_tokens", 200}}).dump());
+    ASSERT_TRUE(client.ReadHead());
+    ASSERT_TRUE(client.ReadEvent());
+    if (i % 2 == 0) client.Reset();
+  }
+  EXPECT_TRUE(server.NothingLeaked());
+  EXPECT_LT(server.engine().Load().generated_tokens - before, 500u * 20u);
+  server.ForceText("ok");
+  EXPECT_EQ(server.Post(kChat, ChatBody()).status, 200);
+}
+
+TEST(OpenAiDisconnectTest, ClosedDuringPrefillOrInTheQueue) {
+  OpenAiServer::Options options;
+  options.engine.step_time = 2ms;
+  options.engine.prefill_chunk = 1;
+  options.engine.limits.max_num_seqs = 50;
+  OpenAiServer server(options);
+  server.ForceEndless(server.Tokens("x")[0]);
+  std::string text;
+  for (int i = 0; i < 2000; ++i) text += "w ";
+  const Json body = {{"messages", Json::array({{{"role", "user"}, {"content", text}}})}, {"max_tokens", 200}};
+  std::vector<std::unique_ptr<HttpClient>> clients;
+  for (int i = 0; i < 100; ++i) {
+    clients.push_back(std::make_unique<HttpClient>(server.port()));
+    Json sent = body;
+    sent["stream"] = i % 2 == 0;
+    clients.back()->SendRequest("POST", kChat, sent.dump());
+  }
+  for (int i = 0; i < 1000; ++i) {
+    const EngineLoad load = server.engine().Load();
+    if (load.running == 50 && load.waiting == 50) break;
+    std::this_thread::sleep_for(5ms);
+  }
+  EXPECT_EQ(server.engine().Load().running, 50);
+  EXPECT_EQ(server.engine().Load().waiting, 50);
+  const auto start = std::chrono::steady_clock::now();
+  clients.clear();
+  EXPECT_TRUE(server.NothingLeaked());
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 500ms);
+  EXPECT_EQ(server.engine().Load().generated_tokens, 0u);
+}
+
+// Half-closing is leaving: the rule that the server documents.
+TEST(OpenAiDisconnectTest, HalfClosedStreamsAreCancelled) {
+  OpenAiServer::Options options;
+  options.engine.step_time = 500us;
+  OpenAiServer server(options);
+  server.ForceEndless(server.Tokens("x")[0]);
+  std::vector<std::unique_ptr<HttpClient>> clients;
+  for (int i = 0; i < 100; ++i) {
+    clients.push_back(std::make_unique<HttpClient>(server.port()));
+    clients.back()->SendRequest("POST", kChat, ChatBody({{"stream", true}}).dump());
+    ASSERT_TRUE(clients.back()->ReadHead());
+    clients.back()->HalfClose();
+  }
+  EXPECT_TRUE(server.NothingLeaked());
+}
+
+// A stop string is found although nobody reads the stream.
+TEST(OpenAiDisconnectTest, AStopStringEndsTheRunOfASlowReader) {
+  OpenAiServer server;
+  std::vector<int32_t> tokens = server.Tokens("⟨/think⟩⟨response⟩");
+  for (int i = 0; i < 150000; ++i) tokens.push_back(static_cast<int32_t>(i % 200 + 1000));
+  server.tokenizer().EncodeBytes("STOP", &tokens);
+  for (int i = 0; i < 40000; ++i) tokens.push_back(1000);
+  server.Force(tokens);
+  HttpClient slow(server.port(), 4096);
+  slow.SendRequest("POST", kChat, ChatBody({{"stream", true}, {"stop", "STOP"}, {"logprobs", true}}).dump());
+  for (int i = 0; i < 6000 && (server.engine().Load().steps == 0 || server.engine().Load().running > 0); ++i) {
+    std::this_thread::sleep_for(5ms);
+  }
+  const EngineLoad load = server.engine().Load();
+  EXPECT_EQ(load.running, 0);
+  EXPECT_GE(load.generated_tokens, 150000u);
+  EXPECT_LT(load.generated_tokens, 185000u) << "ended by the stop string, not by the script";
+  ASSERT_TRUE(slow.ReadHead());
+  std::string last;
+  std::string finish;
+  while (const auto event = slow.ReadEvent()) {
+    finish = last;
+    last = *event;
+  }
+  EXPECT_EQ(last, "[DONE]");
+  EXPECT_EQ(Json::parse(finish)["choices"][0]["stop_reason"], "STOP");
+}
+
+// The HTTP half of B43.
+TEST(OpenAiDisconnectTest, StalledReadersAreCutOffAndNeverSlowOthers) {
+  OpenAiServer::Options options;
+  options.http.stall_limit = 1s;
+  options.http.sweep_interval = 50ms;
+  OpenAiServer server(options);
+  server.ForceEndless(server.Tokens("x")[0]);
+  std::vector<std::unique_ptr<HttpClient>> stalled;
+  for (int i = 0; i < 20; ++i) {
+    stalled.push_back(std::make_unique<HttpClient>(server.port(), 4096));
+    stalled.back()->SendRequest("POST", kChat,
+                                ChatBody({{"stream", true}, {"logprobs", true}, {"max_tokens", 1000000}}).dump());
+    ASSERT_TRUE(stalled.back()->ReadHead());
+  }
+  HttpClient normal(server.port());
+  normal.SendRequest("POST", kChat, ChatBody({{"stream", true}, {"max_tokens", 2000}}).dump());
+  const auto start = std::chrono::steady_clock::now();
+  ASSERT_TRUE(normal.ReadHead());
+  while (normal.ReadEvent()) {
+  }
+  EXPECT_TRUE(normal.ended());
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
+  for (int i = 0; i < 3000 && server.engine().Load().running > 0; ++i) std::this_thread::sleep_for(10ms);
+  EXPECT_TRUE(server.NothingLeaked());
+}
+
+TEST(OpenAiDisconnectTest, ManyRequestsLeaveNothing) {
+  OpenAiServer server;
+  server.ForceText("a⟨/think⟩⟨response⟩b⟨/response⟩⟨/message⟩");
+  HttpClient client(server.port());
+  for (int i = 0; i < 1000; ++i) {
+    const bool stream = i % 2 == 0;
+    client.SendRequest("POST", kChat, ChatBody({{"stream", stream}}).dump());
+    auto reply = client.ReadReply();
+    ASSERT_TRUE(reply) << i;
+    ASSERT_EQ(reply->status, 200);
+  }
+  EXPECT_TRUE(server.NothingLeaked());
+  EXPECT_EQ(server.http().connections(), 1);
+}
+
+}  // namespace
+}  // namespace k3
