@@ -48,6 +48,11 @@ struct EngineLoad {
   uint64_t prefix_hit_tokens = 0;       // resumed from
   uint64_t verified_hits = 0;           // --verify-hits: recomputed and compared
   uint64_t hit_disagreements = 0;
+  uint64_t fingerprint_mismatches = 0;  // snapshots dropped because they were not what they were filed as
+  // Steps at whose planning a waiting request was held back, by what held it: which pool or limit binds.
+  uint64_t steps_bound_by_pages = 0;
+  uint64_t steps_bound_by_state_slots = 0;
+  uint64_t steps_bound_by_max_seqs = 0;
   bool healthy = true;  // false after a device fault
 };
 

@@ -240,6 +240,7 @@ Scheduler::Backlog Scheduler::backlog() const {
 void Scheduler::FillLoad(EngineLoad* load) const {
   *load = counters_;
   load->running = running_requests_;
+  load->fingerprint_mismatches = fingerprint_mismatches();
   load->waiting = static_cast<int32_t>(requests_.size()) - shadows_ - running_requests_;
   for (const Rank& rank : ranks_) {
     const CacheUsage usage = rank.cache.Usage();

@@ -138,6 +138,8 @@ class Scheduler {
   void PlanDecodes(Rank& rank, RankPlan* plan);
   void PlanPrefills(Clock::time_point now, StepPlan* plan);
   void Admit(Clock::time_point now, StepPlan* plan);
+  // Counts what keeps the next candidate waiting.
+  void NoteHeldBack();
   bool TryAdmit(Sequence& sequence, bool obey_long_limit, Clock::time_point now, StepPlan* plan);
   void Requeue(Sequence& sequence);
   void Preempt(Rank& rank, Sequence& victim, RankPlan* plan);

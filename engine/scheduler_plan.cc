@@ -212,6 +212,7 @@ void Scheduler::Admit(Clock::time_point now, StepPlan* plan) {
     long_allowed |= rank.long_prefills < config_.max_long_prefills;
   }
   bool counted = false;
+  if (running_ >= most_running_) NoteHeldBack();
   while (running_ < most_running_) {
     Sequence* candidate = nullptr;
     const bool resumes = !preempted_.empty();
@@ -221,7 +222,10 @@ void Scheduler::Admit(Clock::time_point now, StepPlan* plan) {
       candidate = &live->choices[static_cast<size_t>(live->source)];
     }
     if (candidate == nullptr) return;
-    if (candidate == blocked_ && epoch == blocked_epoch_) return;
+    if (candidate == blocked_ && epoch == blocked_epoch_) {
+      NoteHeldBack();
+      return;
+    }
     if (!counted) {
       counted = true;
       for (Rank& rank : ranks_) {
@@ -239,11 +243,24 @@ void Scheduler::Admit(Clock::time_point now, StepPlan* plan) {
       });
       blocked_ = budget_left ? candidate : nullptr;
       blocked_epoch_ = epoch;
+      if (budget_left) NoteHeldBack();
       return;
     }
     blocked_ = nullptr;
     long_allowed = std::any_of(ranks_.begin(), ranks_.end(),
                                [this](const Rank& rank) { return rank.long_prefills < config_.max_long_prefills; });
+  }
+}
+
+void Scheduler::NoteHeldBack() {
+  const bool slots =
+      std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.cache.live_free() == 0; });
+  if (slots) {
+    ++counters_.steps_bound_by_state_slots;
+  } else if (running_ >= most_running_) {
+    ++counters_.steps_bound_by_max_seqs;
+  } else {
+    ++counters_.steps_bound_by_pages;
   }
 }
 

@@ -510,6 +510,23 @@ TEST(SchedulerRanksTest, MaxNumSeqsCountsOverAllRanks) {
   harness.ExpectIdle();
 }
 
+TEST(SchedulerTest, WhatBindsIsCounted) {
+  const auto bound = [](const std::function<void(EngineConfig&)>& change) {
+    EngineConfig config = SchedulerHarness::SmallConfig();
+    change(config);
+    SchedulerHarness harness(config);
+    for (uint64_t i = 0; i < 4; ++i) harness.Submit(RandomPrompt(60, i), Endless(20));
+    harness.Run();
+    const EngineLoad load = harness.Load();
+    return std::vector<bool>{load.steps_bound_by_pages > 0, load.steps_bound_by_state_slots > 0,
+                             load.steps_bound_by_max_seqs > 0};
+  };
+  EXPECT_EQ(bound([](EngineConfig&) {}), (std::vector<bool>{false, false, false}));
+  EXPECT_EQ(bound([](EngineConfig& c) { c.latent_pages = 7; }), (std::vector<bool>{true, false, false}));
+  EXPECT_EQ(bound([](EngineConfig& c) { c.state_slots = 2; }), (std::vector<bool>{false, true, false}));
+  EXPECT_EQ(bound([](EngineConfig& c) { c.max_num_seqs = 2; }), (std::vector<bool>{false, false, true}));
+}
+
 // --- many waiting ---
 
 TEST(SchedulerTest, AHundredThousandWaitWithoutHarm) {
