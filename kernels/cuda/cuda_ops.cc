@@ -169,6 +169,22 @@ size_t CudaOps::KdaScratchBytes(int64_t tokens, int64_t sequences, int32_t heads
 }
 
 void CudaOps::Kda(const KdaParams& params, Stream stream) { cuda::Kda(device_, params, Queue(stream)); }
+std::unique_ptr<LatentProjection> CudaOps::MakeLatentProjection(const HostTensor& kv_b, int32_t heads, int32_t nope_dim,
+                                                                int32_t value_dim) {
+  return cuda::MakeLatentProjection(device_, *uploader_, kv_b, heads, nope_dim, value_dim);
+}
+
+size_t CudaOps::MlaScratchBytes(int64_t tokens, int64_t, int32_t heads, int32_t latent_dim, int32_t, int32_t, int32_t,
+                                int64_t) const {
+  return cuda::MlaScratchBytes(device_, tokens, heads, latent_dim);
+}
+
+void CudaOps::MlaAppend(const MlaAppendParams& params, Stream stream) {
+  cuda::MlaAppend(device_, params, Queue(stream));
+}
+void CudaOps::MlaAttention(const MlaAttentionParams& params, Stream stream) {
+  cuda::MlaAttention(device_, params, Queue(stream));
+}
 void CudaOps::Embed(const EmbedParams& params, Stream stream) { cuda::Embed(device_, params, Queue(stream)); }
 void CudaOps::Linear(const LinearParams& params, Stream stream) { cuda::Linear(device_, params, Queue(stream)); }
 void CudaOps::GatherRows(const GatherRowsParams& params, Stream stream) {
@@ -193,16 +209,8 @@ namespace {
 [[noreturn]] void Missing(const char* op) { throw DeviceError(std::string(op) + " does not exist on CUDA yet"); }
 }  // namespace
 std::unique_ptr<ExpertWeights> CudaOps::MakeExperts(int32_t, std::span<const HostExpert>) { Missing("MakeExperts"); }
-std::unique_ptr<LatentProjection> CudaOps::MakeLatentProjection(const HostTensor&, int32_t, int32_t, int32_t) {
-  Missing("MakeLatentProjection");
-}
-size_t CudaOps::MlaScratchBytes(int64_t, int64_t, int32_t, int32_t, int32_t, int32_t, int32_t, int64_t) const {
-  Missing("MlaAttention");
-}
 size_t CudaOps::MoeScratchBytes(int64_t, int32_t, int32_t, int64_t, int64_t) const { Missing("MoeExperts"); }
 size_t CudaOps::SampleScratchBytes(int64_t, int64_t) const { Missing("Sample"); }
-void CudaOps::MlaAppend(const MlaAppendParams&, Stream) { Missing("MlaAppend"); }
-void CudaOps::MlaAttention(const MlaAttentionParams&, Stream) { Missing("MlaAttention"); }
 void CudaOps::MoeExperts(const MoeExpertsParams&, Stream) { Missing("MoeExperts"); }
 void CudaOps::Sample(const SampleParams&, Stream) { Missing("Sample"); }
 

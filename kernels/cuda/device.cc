@@ -22,10 +22,4 @@ void Refuse(const std::string& what, const std::source_location& place) {
   throw DeviceError(std::string(place.function_name()) + At(place) + ": " + what);
 }
 
-std::string Describe(const MatrixView& view) {
-  if (view.data == nullptr) return "absent";
-  return std::string(Name(view.dtype)) + " [" + std::to_string(view.rows) + ", " + std::to_string(view.cols) +
-         "], ld " + std::to_string(view.ld);
-}
-
 }  // namespace k3::cuda

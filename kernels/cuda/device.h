@@ -9,6 +9,7 @@
 
 #include "kernels/core/dtype.h"
 #include "kernels/core/error.h"
+#include "kernels/core/shape_check.h"
 #include "kernels/core/tensor.h"
 
 namespace k3::cuda {
@@ -30,8 +31,6 @@ struct Device {
 [[noreturn]] void ThrowBlas(cublasStatus_t status, const char* call, const std::source_location& place);
 // A launch that the host-side checks refuse: `what` names the field, the expected and the actual value.
 [[noreturn]] void Refuse(const std::string& what, const std::source_location& place);
-
-std::string Describe(const MatrixView& view);  // "BF16 [12, 256], ld 256"
 
 inline void Check(cudaError_t error, const char* call,
                   const std::source_location& place = std::source_location::current()) {
@@ -55,9 +54,5 @@ inline void Check(cublasStatus_t status, const char* call,
       ::k3::cuda::Refuse((what), std::source_location::current()); \
   } while (0)
 
-// Checks presence, dtype and shape of a MatrixView argument and names all three when they do not fit.
-#define K3_REQUIRE_MATRIX(view, want_dtype, want_rows, want_cols)                                          \
-  K3_REQUIRE((view).data != nullptr && (view).dtype == (want_dtype) && (view).rows == (want_rows) &&       \
-                 (view).cols == (want_cols) && (view).ld >= (view).cols,                                   \
-             std::string(#view " must be ") + Name(want_dtype) + " [" + std::to_string(want_rows) + ", " + \
-                 std::to_string(want_cols) + "], is " + ::k3::cuda::Describe(view))
+#define K3_REQUIRE_MATRIX(view, want_dtype, want_rows, want_cols) \
+  ::k3::CheckMatrix(__func__, #view, (view), (want_rows), (want_cols), (want_dtype))

@@ -1,6 +1,6 @@
 #include <utility>
 
-#include "kernels/cuda/blas.h"
+#include "kernels/cuda/gemm.h"
 #include "kernels/cuda/op_table.h"
 #include "kernels/cuda/weights.h"
 
@@ -36,19 +36,20 @@ void Linear(const Device& device, const LinearParams& params, cudaStream_t queue
              "y must be " + std::string(Name(device.act)) + " or F32, is " + Describe(params.y));
   K3_REQUIRE_MATRIX(params.y, out, params.x.rows, weight->out);
   if (params.x.rows == 0) return;
-  device.blas->Gemm({.m = params.x.rows,
-                     .n = weight->out,
-                     .k = weight->in,
-                     .a = params.x.data,
-                     .lda = params.x.ld,
-                     .b = weight->data(),
-                     .ldb = weight->in,
-                     .c = params.y.data,
-                     .ldc = params.y.ld,
-                     .in = device.act,
-                     .out = out,
-                     .accumulate = params.accumulate},
-                    queue);
+  Gemm(device,
+       {.m = params.x.rows,
+        .n = weight->out,
+        .k = weight->in,
+        .a = params.x.data,
+        .lda = params.x.ld,
+        .b = weight->data(),
+        .ldb = weight->in,
+        .c = params.y.data,
+        .ldc = params.y.ld,
+        .in = device.act,
+        .out = out,
+        .accumulate = params.accumulate},
+       queue);
 }
 
 }  // namespace k3::cuda

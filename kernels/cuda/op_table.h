@@ -21,6 +21,11 @@ void RouterTopK(const Device& device, const RouterTopKParams& params, cudaStream
 size_t KdaScratchBytes(const Device& device, int64_t tokens, int64_t sequences, int32_t heads, int32_t head_dim,
                        int32_t conv_width);
 void Kda(const Device& device, const KdaParams& params, cudaStream_t queue);
+std::unique_ptr<LatentProjection> MakeLatentProjection(const Device& device, Uploader& uploader, const HostTensor& kv_b,
+                                                       int32_t heads, int32_t nope_dim, int32_t value_dim);
+size_t MlaScratchBytes(const Device& device, int64_t tokens, int64_t heads, int64_t latent_dim);
+void MlaAppend(const Device& device, const MlaAppendParams& params, cudaStream_t queue);
+void MlaAttention(const Device& device, const MlaAttentionParams& params, cudaStream_t queue);
 void RmsNorm(const Device& device, const RmsNormParams& params, cudaStream_t queue);
 void AddRmsNorm(const Device& device, const AddRmsNormParams& params, cudaStream_t queue);
 void AttnResMix(const Device& device, const AttnResMixParams& params, cudaStream_t queue);

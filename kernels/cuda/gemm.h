@@ -1,0 +1,15 @@
+#pragma once
+
+#include "kernels/cuda/blas.h"
+#include "kernels/cuda/device.h"
+
+namespace k3::cuda {
+
+// cuBLASLt, or in batch-invariant mode the kernel below.
+void Gemm(const Device& device, const GemmArgs& args, cudaStream_t queue);
+
+// The same products by one kernel with one tile shape that sums over k in ascending order: a row of c depends on its
+// row of a alone, whatever m is.
+void FixedGemm(const GemmArgs& args, cudaStream_t queue);
+
+}  // namespace k3::cuda
