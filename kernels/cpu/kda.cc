@@ -44,6 +44,7 @@ void CheckKda(const KdaParams& p) {
   CheckPointer(op, "batch", p.batch);
   const SequenceBatch& batch = *p.batch;
   const int64_t width = int64_t{p.heads} * p.head_dim;
+  CheckTrue(batch.num_sequences > 0, op, std::to_string(batch.num_tokens) + " tokens belong to no sequence");
   CheckTrue(p.heads > 0 && p.head_dim > 0 && p.conv_width > 0, op,
             "heads, head_dim and conv_width must be positive, got " + std::to_string(p.heads) + ", " +
                 std::to_string(p.head_dim) + ", " + std::to_string(p.conv_width));

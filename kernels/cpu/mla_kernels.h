@@ -49,7 +49,9 @@ void ScoreTile(const float* const* q, const void* const* lines, int64_t width, f
 template <class Line, int R>
 void ScoreKeys(const float* const* q, const void* const* lines, int key, int end, int64_t width, float scale,
                float* const* scores) {
-  for (; key + 4 <= end; key += 4) ScoreTile<Line, R, 4>(q, lines, width, scale, scores, key);
+  // Few rows take more keys at once: as many chains, and more cache lines under way.
+  constexpr int kKeys = R <= 2 ? 8 : 4;
+  for (; key + kKeys <= end; key += kKeys) ScoreTile<Line, R, kKeys>(q, lines, width, scale, scores, key);
   for (; key < end; ++key) ScoreTile<Line, R, 1>(q, lines, width, scale, scores, key);
 }
 

@@ -143,22 +143,36 @@ class CutFinder {
   std::vector<Entry> sorted_;
 };
 
-// The id whose interval of the cumulative weight holds `uniform`; kept ids ascend.
+// The id whose interval of the cumulative weight holds `uniform`; kept ids ascend. Weights are summed in blocks, four
+// chains each, so that only the block of the drawn id is walked one by one.
 int32_t Draw(const float* x, const float* weight, int64_t vocab, const Cut& cut, float uniform) {
+  constexpr int64_t kBlock = 64;
+  const auto kept = [&](int64_t i) { return Keeps(cut, x[i], static_cast<int32_t>(i)) ? double{weight[i]} : 0.0; };
+  const auto block_sum = [&](int64_t begin) {
+    double sums[4] = {};
+    for (int64_t i = begin; i < std::min(vocab, begin + kBlock); ++i) sums[i % 4] += kept(i);
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  };
   double total = 0;
-  for (int32_t i = 0; i < vocab; ++i) {
-    if (weight[i] > 0 && Keeps(cut, x[i], i)) total += static_cast<double>(weight[i]);
-  }
-  const double target = static_cast<double>(uniform) * total;
+  for (int64_t begin = 0; begin < vocab; begin += kBlock) total += block_sum(begin);
+  const double target = double{uniform} * total;
   double cumulative = 0;
-  int32_t last = -1;
-  for (int32_t i = 0; i < vocab; ++i) {
-    if (!(weight[i] > 0) || !Keeps(cut, x[i], i)) continue;
-    cumulative += static_cast<double>(weight[i]);
-    last = i;
+  int64_t last = -1;  // the block of the drawn id
+  for (int64_t begin = 0; begin < vocab; begin += kBlock) {
+    const double sum = block_sum(begin);
+    if (sum == 0) continue;
+    last = begin;
+    if (cumulative + sum > target) break;
+    cumulative += sum;
+  }
+  int32_t drawn = -1;
+  for (int64_t i = last; i < std::min(vocab, last + kBlock); ++i) {
+    if (kept(i) == 0) continue;
+    drawn = static_cast<int32_t>(i);
+    cumulative += kept(i);
     if (cumulative > target) break;
   }
-  return last;
+  return drawn;
 }
 
 void CheckSample(const SampleParams& p) {
@@ -244,15 +258,13 @@ void CpuOps::Sample(const SampleParams& p, Stream) {
     ApplyEdits(row, p.edits, vocab, z);
     if (row.mask_row >= 0) ApplyMask(p.allowed_mask + row.mask_row * mask_words, vocab, z);
 
-    int32_t best = 0;
-    for (int32_t i = 1; i < vocab; ++i) {
-      if (z[i] > z[best]) best = i;
-    }
-    const float best_logit = z[best];
+    float best_logit;
+    kernels_.logit_range(z, vocab, &best_logit, &bad);
     if (!(best_logit > -kInfinity)) {
       p.status[r] = static_cast<int32_t>(SampleStatus::kNothingAllowed);
       return;
     }
+    const auto best = static_cast<int32_t>(std::find(z, z + vocab, best_logit) - z);
     int32_t chosen = best;
     if (row.temperature > 0 && row.top_k != 1) {
       float* x = static_cast<float*>(p.scratch) + thread * 2 * vocab;
