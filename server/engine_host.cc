@@ -112,6 +112,14 @@ absl::Status EngineHost::OpenDevice(const ServerConfig& config) {
                                                    " --data-parallel-size ", config.data_parallel_size,
                                                    ": this build serves with one rank"));
   }
+  // A setting that would change nothing must not look as if it did.
+  if (config.moe_routing != "exact") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--moe-routing ", config.moe_routing, ": this build routes exactly only"));
+  }
+  if (config.profile_steps.has_value()) {
+    return absl::InvalidArgumentError("--profile-steps: this build has no step profile");
+  }
   if (is_cpu) {
     CpuOptions options;
     options.threads = static_cast<int>(config.threads.value_or(0));

@@ -150,7 +150,7 @@ int RunVerify(const std::vector<std::string>& args, std::ostream& out, std::ostr
   FlagSet flags;
   DeclareFlags(flags, options);
   if (absl::Status status = ParseArgs(args, flags, options); !status.ok()) {
-    err << status.message() << "\n";
+    err << "k3serve verify: " << status.message() << "\n";
     return kExitUsage;
   }
   if (options.help) {
