@@ -71,10 +71,17 @@ while read -r name arrow path _; do
   fi
   install -m 644 "$(readlink -f "$path")" "$out/lib/$name"
   strip --strip-unneeded "$out/lib/$name" 2>/dev/null || true  # the vendor's are stripped already
-  # The Debian package's licence file, once per package.
-  owner=$(dpkg-query -S "$(readlink -f "$path")" 2>/dev/null | sed -n '1s/[:,].*//p' || true)
-  if [ -n "$owner" ] && [ -f "/usr/share/doc/$owner/copyright" ]; then
-    install -m 644 "/usr/share/doc/$owner/copyright" "$out/share/licenses/$owner"
+  # The list of packages, and each one's licence text where the machine has it. The database may name the file below
+  # /lib, which is /usr/lib.
+  real=$(readlink -f "$path")
+  owner=$( (dpkg-query -S "$real" || dpkg-query -S "${real#/usr}") 2>/dev/null | sed -n '1s/[:,].*//p' || true)
+  if [ -n "$owner" ]; then
+    echo "$name $owner $(dpkg-query -W -f='${Version}' "$owner")" >>"$out/share/licenses/packages.txt"
+    if [ -f "/usr/share/doc/$owner/copyright" ]; then
+      install -m 644 "/usr/share/doc/$owner/copyright" "$out/share/licenses/$owner"
+    fi
+  else
+    echo "$name (no Debian package)" >>"$out/share/licenses/packages.txt"
   fi
 done < <(ldd "$out/bin/k3serve")
 
