@@ -374,7 +374,7 @@ int Main(int argc, char** argv) {
     const double best = seconds.front();
     std::printf("%-32s %10.2f %10.2f %10.1f %10.1f\n", w.name.c_str(), best * 1e6, seconds[seconds.size() / 2] * 1e6,
                 w.flops / best * 1e-9, w.bytes / best * 1e-9);
-    results.push_back({.name = "cpu/op/" + w.name, .value = best * 1e6, .unit = "us"});
+    results.push_back({std::string("cpu/op/").append(w.name), best * 1e6, "us", {}, {}, {}});
   }
   bench::WriteResults(json, results, bench::CpuName(), argc, argv);
   return 0;
