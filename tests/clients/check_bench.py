@@ -6,7 +6,8 @@ compares the medians of time to first token, inter-token latency, end-to-end lat
 differs by more than the tolerance.
 
 Without --target or --url it starts a server of its own whose replies come at a fixed pace, so that the figures do not
-depend on what else the machine does. Needs grpcio and grpcio-tools.
+depend on what else the machine does. With them the two sides' runs are compared as they come, one after the other: that
+needs a machine with nothing else to do. Needs grpcio and grpcio-tools.
 
   tests/clients/check_bench.py --binary build/k3serve
   tests/clients/check_bench.py --binary build/k3serve --target 127.0.0.1:50051 --url http://127.0.0.1:8000
