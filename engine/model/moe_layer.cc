@@ -22,7 +22,7 @@ void RunMoeLayer(const LayerContext& context, const MoeWeights& weights, int32_t
   router.topk_group = config.topk_group;
   router.bias = weights.router_bias;
   router.score = config.router_score;
-  router.renormalize = config.moe_renormalize;
+  router.renormalize = config.moe_renormalize && config.num_experts_per_token > 1;  // one weight would become 1
   router.biased_weights = config.biased_router_weights;
   router.scale = config.routed_scaling_factor;
   router.forced_ids = context.probe != nullptr ? context.probe->ForcedIds(moe_layer) : nullptr;

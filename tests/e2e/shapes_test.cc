@@ -79,6 +79,11 @@ std::vector<ShapeCase> Cases() {
     cases.push_back(c);
   }
   {
+    ShapeCase c{"KimiLinearOneExpertKeepsItsScore", testing::SmallKimiLinearConfig()};
+    c.config.num_experts_per_token = 1;
+    cases.push_back(c);
+  }
+  {
     ShapeCase c{"KimiLinearSoftmaxRouterOutputGate", testing::SmallKimiLinearConfig()};
     c.config.router_score = RouterScore::kSoftmax;
     c.config.mla_use_output_gate = true;
