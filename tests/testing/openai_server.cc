@@ -84,12 +84,14 @@ OpenAiServer::OpenAiServer(Options options)
       tokenizer_(Tokenizer::Load(TinyK3()).value()),
       metrics_({.version = "test", .commit = "test", .model_name = "tiny-k3"}) {
   options_.engine.eos_token_ids = {kEndOfMessage};
-  options_.engine.script = [script = script_](const Request&, int32_t, int32_t position) {
-    std::lock_guard lock(script->mutex);
-    const auto index = static_cast<size_t>(position);
-    if (script->endless) return script->tokens[index % script->tokens.size()];
-    return index < script->tokens.size() ? script->tokens[index] : kEndOfMessage;
-  };
+  if (!options_.engine.script) {
+    options_.engine.script = [script = script_](const Request&, int32_t, int32_t position) {
+      std::lock_guard lock(script->mutex);
+      const auto index = static_cast<size_t>(position);
+      if (script->endless) return script->tokens[index % script->tokens.size()];
+      return index < script->tokens.size() ? script->tokens[index] : kEndOfMessage;
+    };
+  }
   if (!options_.api_key_file.empty()) keys_ = ApiKeys::Load(options_.api_key_file).value();
   engine_ = std::make_unique<MockEngine>(options_.engine);
   service_ = std::make_unique<GenerationService>(GenerationService::Options{.default_effort = options_.default_effort,

@@ -55,7 +55,7 @@ struct OpenAiStream {
 class OpenAiServer {
  public:
   struct Options {
-    MockEngine::Options engine;
+    MockEngine::Options engine;  // with a script of its own, Force has no effect
     bool vendor_strict = false;
     bool serving = true;  // false: the model is still loading
     HttpServerOptions http;

@@ -1,0 +1,47 @@
+"""Starts k3serve on free ports for client tests."""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+class RunningServer:
+    """One server process; its addresses come from its ready line."""
+
+    def __init__(self, binary, model, *flags):
+        self.log = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [binary, "serve", model, "--device", "cpu", "--port", "0", "--grpc-port", "0", *flags],
+            stdout=subprocess.PIPE, stderr=self.log, text=True)
+        line = self.process.stdout.readline()
+        match = re.match(r"k3serve ready http=(\S+) grpc=(\S+) admin=\S+ model=(\S+)", line)
+        if not match:
+            self.process.kill()
+            self.log.seek(0)
+            raise RuntimeError("no ready line but %r\n%s" % (line, self.log.read().decode()))
+        self.http, self.grpc, self.model = match.groups()
+        self.url = "http://" + self.http
+
+    def stop(self):
+        """Asks the server to end and returns its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=60)
+        self.process.stdout.close()
+        return code
+
+
+def main(configure):
+    """Reads --binary and --model, hands them to `configure`, runs the tests of the calling module."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--binary", default=os.path.join(ROOT, "build", "k3serve"))
+    parser.add_argument("--model", default=os.path.join(ROOT, "configs", "models", "tiny-k3"))
+    args, rest = parser.parse_known_args()
+    configure(args.binary, args.model)
+    unittest.main(module=sys.modules["__main__"], argv=[sys.argv[0], *rest])
