@@ -146,7 +146,7 @@ class Call : public std::enable_shared_from_this<Call> {
     write_start_ = Clock::now();
     return true;
   }
-  // The write has ended, or was not begun. True when the call was cancelled meanwhile and the caller must finish it.
+  // The write has ended. True when the call was cancelled meanwhile and the caller must finish it.
   bool ReleaseWrite() {
     std::lock_guard lock(op_mutex_);
     writing_ = false;
@@ -169,6 +169,14 @@ class Call : public std::enable_shared_from_this<Call> {
   bool writing() {
     std::lock_guard lock(op_mutex_);
     return writing_;
+  }
+
+  // The same, and lets go of what waits: the call itself may live on until the reader takes its end.
+  void DropRequest() {
+    CancelRequest();
+    std::shared_ptr<ResponseStream> stream;  // ends outside the lock
+    std::lock_guard lock(mutex_);
+    stream = std::move(stream_);
   }
 
   // gRPC is done with the reactor.
@@ -241,7 +249,7 @@ class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::Stream
 
   void EndIfStalled(Clock::duration limit) override {
     if (!ClaimFinishOfStalled(limit)) return;
-    CancelRequest();
+    DropRequest();
     ErrorDetails details;
     details.reason = "slow_reader";
     const double seconds = std::chrono::duration<double>(limit).count();
@@ -257,12 +265,10 @@ class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::Stream
 
   void Send(ResponseStream* stream) override {
     eager_.store(stream->drain_eagerly());
-    if (!ClaimWrite()) return;
+    // A claim is always followed by a write, whose end drains again: events that come meanwhile need no wake-up.
+    if (!stream->Ready() || !ClaimWrite()) return;
     StreamEvent event;
-    if (!stream->Next(&event)) {
-      if (ReleaseWrite()) Finish(grpc::Status::CANCELLED);
-      return;
-    }
+    stream->Next(&event);
     if (auto* finish = std::get_if<FinishedEvent>(&event)) {
       FinishInsteadOfWrite();
       AddUsageTrailers(context_, finish->usage);
@@ -276,9 +282,7 @@ class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::Stream
       return;
     }
     Fill(std::move(event));
-    grpc::WriteOptions options;
-    if (stream->Ready()) options.set_buffer_hint();  // more follows at once: let it share the packet
-    StartWrite(&response_, options);
+    StartWrite(&response_);
   }
 
   void Fill(StreamEvent&& event) {

@@ -104,10 +104,11 @@ struct Reply {
   std::multimap<std::string, std::string> initial;
   std::multimap<std::string, std::string> trailing;
 
-  std::string Text(pb::Channel channel = pb::CHANNEL_CONTENT) const {
+  std::string Text(pb::Channel channel = pb::CHANNEL_CONTENT, uint32_t choice = 0) const {
     std::string text;
     for (const auto& event : events) {
-      if (event.has_delta() && event.delta().channel() == channel) text += event.delta().text();
+      const pb::Delta& delta = event.delta();
+      if (event.has_delta() && delta.channel() == channel && delta.choice() == choice) text += delta.text();
     }
     return text;
   }
@@ -162,10 +163,9 @@ MockService::Options Scripted(std::vector<int32_t> tokens) {
 
 TEST(GrpcServerTest, StreamsAnAnswerWithMetadata) {
   std::vector<int32_t> tokens = MockService::Encode("hm");
-  for (const int32_t id :
-       *MockService::tokenizer()->Encode("<|close|>think<|sep|><|open|>response<|sep|>", EncodeMode::kControl)) {
-    tokens.push_back(id);
-  }
+  const std::vector<int32_t> markup =
+      *MockService::tokenizer()->Encode("<|close|>think<|sep|><|open|>response<|sep|>", EncodeMode::kControl);
+  tokens.insert(tokens.end(), markup.begin(), markup.end());
   for (const int32_t id : MockService::Encode("grep finds lines.")) tokens.push_back(id);
   Harness harness(Scripted(tokens));
   const Reply reply = Stream(*harness.generation, ChatSpec("What does grep do?"),
@@ -211,7 +211,8 @@ TEST(GrpcServerTest, UnaryEqualsStream) {
   ASSERT_EQ(response.choices_size(), 2);
   EXPECT_EQ(response.choices(0).content(), "some answer with \xE4\xB8\xAD\xE5\x9B\xBD in it");
   EXPECT_EQ(response.choices(1).content(), response.choices(0).content());
-  EXPECT_EQ(stream.Text(), response.choices(0).content() + response.choices(1).content());
+  EXPECT_EQ(stream.Text(pb::CHANNEL_CONTENT, 0), response.choices(0).content());
+  EXPECT_EQ(stream.Text(pb::CHANNEL_CONTENT, 1), response.choices(1).content());
   EXPECT_EQ(response.choices(0).token_ids_size(), response.choices(0).logprobs().logprobs_size());
   EXPECT_EQ(response.choices(0).token_ids_size() * 2, response.choices(0).logprobs().top_token_ids_size());
   EXPECT_EQ(response.prompt_logprobs().logprobs_size(), 4);

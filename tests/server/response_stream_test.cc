@@ -27,8 +27,8 @@ class RecordingEngine : public EngineInterface {
   std::vector<std::pair<RequestId, int32_t>> stopped;
 };
 
-struct Setup {
-  std::vector<std::string> stops;
+struct StreamSetup {
+  std::vector<std::string> stops = {};
   int choices = 1;
   bool token_ids = false;
   int top_logprobs = -1;
@@ -40,7 +40,7 @@ struct Setup {
 
 class ResponseStreamTest : public ::testing::Test {
  protected:
-  std::shared_ptr<ResponseStream> Make(const Setup& setup) {
+  std::shared_ptr<ResponseStream> Make(const StreamSetup& setup) {
     ResponseStream::Options options;
     options.accepted.request_id = "r";
     options.accepted.model = "m";
@@ -72,9 +72,8 @@ class ResponseStreamTest : public ::testing::Test {
     for (const char byte : bytes) stream.OnToken(0, MockService::TokenOf(std::string(1, byte)), nullptr);
   }
   static void Control(ResponseStream& stream, const std::string& markup) {
-    for (const int32_t id : *MockService::tokenizer()->Encode(markup, EncodeMode::kControl)) {
-      stream.OnToken(0, id, nullptr);
-    }
+    const std::vector<int32_t> ids = *MockService::tokenizer()->Encode(markup, EncodeMode::kControl);
+    for (const int32_t id : ids) stream.OnToken(0, id, nullptr);
   }
 
   static std::vector<StreamEvent> Take(ResponseStream& stream) {

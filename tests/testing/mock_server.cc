@@ -17,9 +17,9 @@ MockEngine::Options WithModel(MockEngine::Options options) {
 }  // namespace
 
 MockService::MockService(Options options)
-    : engine(WithModel(std::move(options.engine))),
-      metrics(Metrics::Options{"test", "test", "tiny-k3", false}),
-      generation(std::move(options.service), &health, &metrics) {
+    : metrics(Metrics::Options{"test", "test", "tiny-k3", false}),
+      generation(std::move(options.service), &health, &metrics),
+      engine(WithModel(std::move(options.engine))) {
   if (options.loaded) Install();
 }
 

@@ -34,10 +34,10 @@ struct MockService {
   static std::shared_ptr<const Tokenizer> tokenizer();
   static int32_t eos();  // <|end_of_msg|>
 
-  MockEngine engine;
   ServerHealth health;
   Metrics metrics;
   GenerationService generation;
+  MockEngine engine;  // ends first: its sinks belong to the service
 };
 
 }  // namespace k3::testing
