@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <pthread.h>
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
@@ -268,6 +269,7 @@ bool Engine::Step() {
 }
 
 void Engine::Loop() {
+  pthread_setname_np(pthread_self(), "k3-engine");
   bool planned = false;
   while (ServeInbox(planned)) {
     planned = Step();

@@ -1,6 +1,7 @@
 #include "engine/scheduler.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/core/check.h"
@@ -35,7 +36,14 @@ void Scheduler::Submit(RequestId id, std::unique_ptr<Request> request, Clock::ti
   live->backlog = prompt;
   backlog_tokens_ += prompt;
   counters_.prompt_tokens += static_cast<uint64_t>(prompt);
-  if (submitted.deadline.has_value()) deadlines_.emplace(*submitted.deadline, id);
+  if (submitted.deadline.has_value()) {
+    if (deadlines_.size() > 2 * requests_.size() + 1024) {
+      std::erase_if(deadlines_, [this](const DeadlineEntry& entry) { return Find(entry.second) == nullptr; });
+      std::make_heap(deadlines_.begin(), deadlines_.end(), std::greater<>());
+    }
+    deadlines_.emplace_back(*submitted.deadline, id);
+    std::push_heap(deadlines_.begin(), deadlines_.end(), std::greater<>());
+  }
   queue_.Push(live.get(), prompt > config_.long_prompt_tokens);
   requests_.emplace(id, std::move(live));
 }
@@ -43,6 +51,11 @@ void Scheduler::Submit(RequestId id, std::unique_ptr<Request> request, Clock::ti
 LiveRequest* Scheduler::Find(RequestId id) {
   const auto found = requests_.find(id);
   return found == requests_.end() ? nullptr : found->second.get();
+}
+
+void Scheduler::Dequeue(LiveRequest& live, bool admitted) {
+  queue_.Remove(&live, admitted);
+  if (live.is_shadow) --queued_shadows_;
 }
 
 void Scheduler::Cancel(RequestId id, const absl::Status& why, Clock::time_point now) {
@@ -87,16 +100,17 @@ void Scheduler::FlushCache() {
 }
 
 void Scheduler::ExpireDeadlines(Clock::time_point now) {
-  while (!deadlines_.empty() && deadlines_.top().first <= now) {
-    LiveRequest* live = Find(deadlines_.top().second);
-    deadlines_.pop();
+  while (!deadlines_.empty() && deadlines_.front().first <= now) {
+    std::pop_heap(deadlines_.begin(), deadlines_.end(), std::greater<>());
+    LiveRequest* live = Find(deadlines_.back().second);
+    deadlines_.pop_back();
     if (live != nullptr) FinishRequest(*live, absl::DeadlineExceededError("the request's deadline has passed"), now);
   }
 }
 
 std::optional<Clock::time_point> Scheduler::NextDeadline() const {
   if (deadlines_.empty()) return std::nullopt;
-  return deadlines_.top().first;
+  return deadlines_.front().first;
 }
 
 void Scheduler::SetPhase(Sequence& sequence, SequencePhase phase) {
@@ -179,7 +193,7 @@ void Scheduler::FinishRequest(LiveRequest& live, const absl::Status& status, Clo
   if (live.finished) return;
   live.finished = true;
   blocked_ = nullptr;
-  if (live.ticket.queued) queue_.Remove(&live, /*admitted=*/false);
+  if (live.ticket.queued) Dequeue(live, /*admitted=*/false);
   const bool abandoned = absl::IsCancelled(status) || absl::IsDeadlineExceeded(status);
   for (Sequence& choice : live.choices) {
     if (choice.phase == SequencePhase::kFinished) continue;
@@ -231,8 +245,8 @@ bool Scheduler::TakeScrub(std::vector<Scrub>* scrub) {
 Scheduler::Backlog Scheduler::backlog() const {
   Backlog backlog;
   backlog.prompt_tokens = backlog_tokens_;
-  backlog.queued = static_cast<int32_t>(queue_.size());
-  backlog.full = running_ >= most_running_;
+  backlog.queued = static_cast<int32_t>(queue_.size()) - queued_shadows_;
+  backlog.full = held_back_;
   backlog.finished = finished_;
   return backlog;
 }
@@ -267,7 +281,7 @@ void Scheduler::CheckInvariants() const {
   std::vector<std::vector<const CacheLease*>> leases(ranks_.size());
   size_t running = 0, preempted = 0, queued = 0;
   int64_t backlog = 0;
-  int32_t running_requests = 0, shadows = 0;
+  int32_t running_requests = 0, shadows = 0, queued_shadows = 0;
   for (const auto& [id, live] : requests_) {
     K3_CHECK(live->id == id && !live->finished && live->open_choices > 0);
     int32_t open = 0, with_lease = 0;
@@ -295,10 +309,12 @@ void Scheduler::CheckInvariants() const {
     if (live->ticket.queued) K3_CHECK(!live->admitted && with_lease == 0);
     backlog += live->backlog;
     shadows += live->is_shadow;
+    queued_shadows += live->is_shadow && live->ticket.queued;
     running_requests += with_lease > 0 && !live->is_shadow;
   }
   K3_CHECK(running == static_cast<size_t>(running_) && running_ <= most_running_);
   K3_CHECK(preempted == preempted_.size() && queued == queue_.size());
+  K3_CHECK(queued_shadows == queued_shadows_);
   K3_CHECK(backlog == backlog_tokens_ && shadows == shadows_ && running_requests == running_requests_);
   for (size_t i = 1; i < preempted_.size(); ++i) K3_CHECK(preempted_[i - 1]->admission < preempted_[i]->admission);
   size_t listed = 0;

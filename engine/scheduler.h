@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <queue>
 #include <span>
 #include <string>
 #include <utility>
@@ -70,7 +69,7 @@ class Scheduler {
   struct Backlog {
     int64_t prompt_tokens = 0;  // not yet computed, of all accepted requests
     int32_t queued = 0;         // requests waiting for their first admission
-    bool full = false;          // no further sequence may be admitted now
+    bool full = false;          // the last plan held a waiting request back for want of pages, slots or sequences
     uint64_t finished = 0;      // requests ended since start
   };
   Backlog backlog() const;
@@ -122,6 +121,8 @@ class Scheduler {
 
   // --- scheduler.cc: requests come and go ---
   LiveRequest* Find(RequestId id);
+  // Leaves the admission queue, one way or the other.
+  void Dequeue(LiveRequest& live, bool admitted);
   void ExpireDeadlines(Clock::time_point now);
   void FinishChoice(Sequence& sequence, FinishReason reason, int32_t stop_token, Clock::time_point now);
   // `condemn`: what it computed is not to be trusted.
@@ -169,7 +170,7 @@ class Scheduler {
   std::vector<RequestId> forking_;    // requests with choices in kForking
   absl::flat_hash_map<RequestId, std::unique_ptr<LiveRequest>> requests_;
   std::vector<std::unique_ptr<LiveRequest>> dead_;  // ended, but the open commit may still point to them
-  std::priority_queue<DeadlineEntry, std::vector<DeadlineEntry>, std::greater<>> deadlines_;
+  std::vector<DeadlineEntry> deadlines_;  // min-heap; entries of ended requests leave when they come up or are too many
   std::vector<Deferred> deferred_;
   bool step_open_ = false;
   bool committing_ = false;
@@ -178,6 +179,8 @@ class Scheduler {
   int32_t running_ = 0;
   int32_t running_requests_ = 0;
   int32_t shadows_ = 0;  // live recomputations of verified hits
+  int32_t queued_shadows_ = 0;
+  bool held_back_ = false;
   uint64_t next_shadow_ = 0;
   uint64_t next_admission_ = 1;
   int64_t backlog_tokens_ = 0;

@@ -208,6 +208,7 @@ void Scheduler::VerifyHit(const LiveRequest& live, const HitCheck& expected) {
   shadow->choices = std::vector<Sequence>(1);
   shadow->choices[0].request = shadow.get();
   ++shadows_;
+  ++queued_shadows_;
   queue_.Push(shadow.get(), static_cast<int32_t>(original.prompt_tokens.size()) > config_.long_prompt_tokens);
   const RequestId id = shadow->id;
   requests_.emplace(id, std::move(shadow));

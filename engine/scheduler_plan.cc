@@ -34,6 +34,7 @@ bool Scheduler::PlanStep(Clock::time_point now, StepPlan* plan) {
     ranks_[r].budget = config_.max_num_batched_tokens;
     ranks_[r].preempted = false;
   }
+  held_back_ = false;
   if (!forking_.empty()) ForkChoices(plan);
   for (size_t r = 0; r < ranks_.size(); ++r) PlanDecodes(ranks_[r], &plan->ranks[r]);
   PlanPrefills(now, plan);
@@ -253,6 +254,7 @@ void Scheduler::Admit(Clock::time_point now, StepPlan* plan) {
 }
 
 void Scheduler::NoteHeldBack() {
+  held_back_ = true;
   const bool slots =
       std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.cache.live_free() == 0; });
   if (slots) {
@@ -318,7 +320,7 @@ bool Scheduler::TryAdmit(Sequence& sequence, bool obey_long_limit, Clock::time_p
   if (sequence.phase == SequencePhase::kPreempted) {
     preempted_.erase(std::find(preempted_.begin(), preempted_.end(), &sequence));
   } else {
-    queue_.Remove(&live, /*admitted=*/true);
+    Dequeue(live, /*admitted=*/true);
   }
   if (sequence.admission == 0) sequence.admission = next_admission_++;
   const auto place = std::find_if(rank.running.begin(), rank.running.end(),

@@ -22,8 +22,10 @@ forbid() {
 
 forbid kernels -- '(engine|server|k3serve)/' 'kernels/ must not include engine/, server/ or proto'
 forbid engine -- '(server|k3serve)/' 'engine/ must not include server/ or proto'
-forbid engine/scheduler.* engine/sequence.* engine/step.* engine/request.h engine/sampler.* engine/cache/ids.h \
-  engine/cache/page_pool.* engine/cache/state_pool.* engine/cache/prefix_cache.* engine/cache/cache_manager.* -- \
+forbid engine/scheduler* engine/sequence.* engine/step.* engine/request.h engine/sampler.* engine/engine* \
+  engine/admission_queue.* engine/load_estimator.* engine/repetition_detector.* engine/cache/ids.h \
+  engine/cache/indexed_heap.h engine/cache/page_pool.* engine/cache/state_pool.* engine/cache/prefix_cache.* \
+  engine/cache/cache_manager.* -- \
   '(engine/model|kernels/(ops\.h|cuda|cpu|comm))' 'the scheduling side must not include model or device headers'
 forbid server/text server/generation_service.* server/response_stream.* -- '(grpc|k3serve/inference)' \
   'text and the common generation path must stay free of gRPC and proto'

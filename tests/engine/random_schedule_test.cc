@@ -3,7 +3,7 @@
 // choices, every sampling parameter; cancels and stops in every phase, deadlines, flushes, and states that turn to NaN.
 // After each step all invariants are checked and all free pages and slots are poisoned (SchedulerHarness).
 //
-// K3_SCHEDULES=N runs N schedules instead of the short form; K3_SCHEDULE_SEED=S only the one with that seed.
+// K3_SCHEDULES=N runs N schedules instead of the short form (scripts/soak_engine.sh); K3_SCHEDULE_SEED=S only that one.
 
 #include <gtest/gtest.h>
 

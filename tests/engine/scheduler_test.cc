@@ -180,6 +180,20 @@ TEST(SchedulerTest, DeadlinesEndRequestsInEveryPhase) {
   harness.ExpectIdle();
 }
 
+TEST(SchedulerTest, DeadlinesOfEndedRequestsAreForgotten) {
+  SchedulerHarness harness(SchedulerHarness::SmallConfig());
+  const Clock::time_point far = harness.now + std::chrono::hours(1);
+  for (int i = 0; i < 20000; ++i) {
+    const Handle handle = harness.Submit({1, 2, 3}, 1, [far](Request& r) { r.deadline = far; });
+    harness.Cancel(handle);
+  }
+  const Handle last =
+      harness.Submit({1, 2, 3}, Endless(5), [&](Request& r) { r.deadline = harness.now + harness.step_time; });
+  EXPECT_EQ(harness.scheduler.NextDeadline(), harness.now + harness.step_time);
+  harness.Run();
+  EXPECT_EQ(last.sink->status().code(), absl::StatusCode::kDeadlineExceeded);
+}
+
 // --- several choices ---
 
 TEST(SchedulerChoicesTest, ChoicesShareThePromptAndDiffer) {
