@@ -86,6 +86,7 @@ void MockEngine::Cancel(RequestId id) {
   std::lock_guard lock(mutex_);
   const auto it = live_.find(id);
   if (it != live_.end()) it->second->cancelled = true;
+  ++cancels_;
   wake_.notify_all();
 }
 
@@ -112,6 +113,11 @@ void MockEngine::FlushCache() {
 int MockEngine::flushes() const {
   std::lock_guard lock(mutex_);
   return flushes_;
+}
+
+int MockEngine::cancels() const {
+  std::lock_guard lock(mutex_);
+  return cancels_;
 }
 
 void MockEngine::StopAdmission() {

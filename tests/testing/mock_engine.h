@@ -55,6 +55,7 @@ class MockEngine : public EngineInterface {
   // All requests end with INTERNAL and the engine turns unhealthy.
   void Fail();
   int flushes() const;
+  int cancels() const;  // calls of Cancel
   // A copy of what the last accepted request asked for (tokens and parameters, without sink and constraints).
   Request LastRequest() const;
 
@@ -75,6 +76,7 @@ class MockEngine : public EngineInterface {
   Clock::time_point last_step_ = Clock::now();
   Request last_request_;
   int flushes_ = 0;
+  int cancels_ = 0;
   bool admitting_ = true;
   bool paused_ = false;
   bool stopping_ = false;
