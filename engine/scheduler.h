@@ -145,12 +145,14 @@ class Scheduler {
   void Requeue(Sequence& sequence);
   void Preempt(Rank& rank, Sequence& victim, RankPlan* plan);
   bool EnsurePages(Rank& rank, Sequence& sequence, int64_t tokens, RankPlan* plan);
+  bool IsLong(const Sequence& sequence) const { return sequence.remaining() > config_.long_prompt_tokens; }
   // Gives a prefill up to `most` tokens of the budget, as far as pages can be had.
   void PlanChunk(Rank& rank, Sequence& sequence, int32_t most, RankPlan* plan);
+
+  // --- scheduler_emit.cc ---
   void Emit(Rank& rank, RankPlan* plan);
   void EmitRows(Rank& rank, Sequence& sequence, int32_t begin, RankPlan* plan);
   void EmitSnapshots(Rank& rank, Sequence& sequence, int32_t begin, RankPlan* plan);
-  bool IsLong(const Sequence& sequence) const { return sequence.remaining() > config_.long_prompt_tokens; }
 
   // --- scheduler_commit.cc ---
   void CommitSequence(Rank& rank, const Scheduled& entry, const RankPlan& plan, const RankResult& result,
