@@ -108,7 +108,8 @@ __global__ void AttnResKernel(AttnResArgs<T> args) {
       const int j = lane / 2;
       const bool valid = lane % 2 == 0 && lane < kSums && j < args.sources;
       const float score = valid ? total * rsqrtf(square / args.cols + args.mix_eps) : -INFINITY;
-      const float power = valid ? __expf(score - WarpMax(score)) : 0.0f;
+      const float top = WarpMax(score);
+      const float power = valid ? __expf(score - top) : 0.0f;
       const float sum = WarpSum(power);
       if (lane % 2 == 0 && j < kSources) weights[j] = power / sum;
     }

@@ -4,6 +4,7 @@
 #include "kernels/cuda/convert.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/math.cuh"
+#include "kernels/cuda/mxfp4.cuh"
 
 namespace k3::cuda {
 namespace {
@@ -34,6 +35,18 @@ __global__ void FillBitsKernel(uint8_t* to, int64_t count, uint64_t seed) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
     to[i] = static_cast<uint8_t>(CounterRandomBits(seed, static_cast<uint64_t>(i)) >> 24);
+  }
+}
+
+__global__ void RegroupMxfp4Kernel(uint32_t* words, int64_t count) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
+    const uint32_t word = words[i];
+    uint32_t regrouped = 0;
+#pragma unroll
+    for (int element = 0; element < 8; ++element)
+      regrouped |= (word >> (4 * element) & 15) << (4 * Mxfp4Nibble(element));
+    words[i] = regrouped;
   }
 }
 
@@ -82,6 +95,11 @@ void FillNormal(void* to, DType to_type, int64_t count, float deviation, uint64_
 void FillBits(uint8_t* to, int64_t count, uint64_t seed, cudaStream_t queue) {
   if (count == 0) return;
   Launch(&FillBitsKernel, Spread(count), queue, "FillBits", to, count, seed);
+}
+
+void RegroupMxfp4(void* words, int64_t count, cudaStream_t queue) {
+  if (count == 0) return;
+  Launch(&RegroupMxfp4Kernel, Spread(count), queue, "RegroupMxfp4", static_cast<uint32_t*>(words), count);
 }
 
 }  // namespace k3::cuda

@@ -16,4 +16,7 @@ void FillNormal(void* to, DType to_type, int64_t count, float deviation, uint64_
 // to[i] = 8 bits of (seed, i).
 void FillBits(uint8_t* to, int64_t count, uint64_t seed, cudaStream_t queue);
 
+// Regroups the eight codes of each word in place, from the order of the checkpoint to that of Mxfp4Nibble.
+void RegroupMxfp4(void* words, int64_t count, cudaStream_t queue);
+
 }  // namespace k3::cuda

@@ -66,6 +66,7 @@ CudaOps::CudaOps(const CudaOptions& options) {
   blas_ = std::make_unique<Blas>(options.device);
   device_.blas = blas_.get();
   uploader_ = std::make_unique<Uploader>(options.device);
+  expert_maker_ = std::make_unique<ExpertMaker>(device_, *uploader_);
 }
 
 CudaOps::~CudaOps() {
@@ -185,6 +186,18 @@ void CudaOps::MlaAppend(const MlaAppendParams& params, Stream stream) {
 void CudaOps::MlaAttention(const MlaAttentionParams& params, Stream stream) {
   cuda::MlaAttention(device_, params, Queue(stream));
 }
+std::unique_ptr<ExpertWeights> CudaOps::MakeExperts(int32_t first, std::span<const HostExpert> experts) {
+  return expert_maker_->Make(first, experts);
+}
+
+size_t CudaOps::MoeScratchBytes(int64_t tokens, int32_t top_k, int32_t experts, int64_t in, int64_t inner) const {
+  return cuda::MoeScratchBytes(device_, tokens, top_k, experts, in, inner);
+}
+
+void CudaOps::MoeExperts(const MoeExpertsParams& params, Stream stream) {
+  cuda::MoeExperts(device_, params, Queue(stream));
+}
+
 void CudaOps::Embed(const EmbedParams& params, Stream stream) { cuda::Embed(device_, params, Queue(stream)); }
 void CudaOps::Linear(const LinearParams& params, Stream stream) { cuda::Linear(device_, params, Queue(stream)); }
 void CudaOps::GatherRows(const GatherRowsParams& params, Stream stream) {
@@ -204,15 +217,9 @@ void CudaOps::AttnResMix(const AttnResMixParams& params, Stream stream) {
   cuda::AttnResMix(device_, params, Queue(stream));
 }
 
-// Ops that follow in the next changes.
-namespace {
-[[noreturn]] void Missing(const char* op) { throw DeviceError(std::string(op) + " does not exist on CUDA yet"); }
-}  // namespace
-std::unique_ptr<ExpertWeights> CudaOps::MakeExperts(int32_t, std::span<const HostExpert>) { Missing("MakeExperts"); }
-size_t CudaOps::MoeScratchBytes(int64_t, int32_t, int32_t, int64_t, int64_t) const { Missing("MoeExperts"); }
-size_t CudaOps::SampleScratchBytes(int64_t, int64_t) const { Missing("Sample"); }
-void CudaOps::MoeExperts(const MoeExpertsParams&, Stream) { Missing("MoeExperts"); }
-void CudaOps::Sample(const SampleParams&, Stream) { Missing("Sample"); }
+size_t CudaOps::SampleScratchBytes(int64_t, int64_t) const { return cuda::SampleScratchBytes(); }
+
+void CudaOps::Sample(const SampleParams& params, Stream stream) { cuda::Sample(device_, params, Queue(stream)); }
 
 }  // namespace k3::cuda
 

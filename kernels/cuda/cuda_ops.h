@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/blas.h"
 #include "kernels/cuda/device.h"
+#include "kernels/cuda/experts.h"
 #include "kernels/cuda/memory.h"
 #include "kernels/ops.h"
 
@@ -72,6 +73,7 @@ class CudaOps final : public Ops {
   cudaStream_t stream_ = nullptr;
   std::unique_ptr<Blas> blas_;
   std::unique_ptr<Uploader> uploader_;
+  std::unique_ptr<ExpertMaker> expert_maker_;
   std::mutex mutex_;
   std::vector<DeviceMemory> owned_;  // tables and vectors; guarded by mutex_
 };

@@ -97,6 +97,26 @@ __device__ __forceinline__ float BlockSum(float value, float* shared) {
   return WarpSum(lane < warps ? shared[lane] : 0.0f);
 }
 
+// Sum of `value` over the threads up to this one; `total` over all of the block. `shared`: 33 ints.
+__device__ __forceinline__ int BlockScan(int value, int* shared, int& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, value, offset);
+    if (lane >= offset) value += other;
+  }
+  __syncthreads();
+  if (lane == 31) shared[warp] = value;
+  __syncthreads();
+  int before = 0;
+  total = 0;
+  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) {
+    if (w < warp) before += shared[w];
+    total += shared[w];
+  }
+  return before + value;
+}
+
 __device__ __forceinline__ float Sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 __device__ __forceinline__ float Silu(float x) { return x / (1.0f + __expf(-x)); }
 

@@ -26,6 +26,10 @@ std::unique_ptr<LatentProjection> MakeLatentProjection(const Device& device, Upl
 size_t MlaScratchBytes(const Device& device, int64_t tokens, int64_t heads, int64_t latent_dim);
 void MlaAppend(const Device& device, const MlaAppendParams& params, cudaStream_t queue);
 void MlaAttention(const Device& device, const MlaAttentionParams& params, cudaStream_t queue);
+size_t MoeScratchBytes(const Device& device, int64_t tokens, int32_t top_k, int32_t experts, int64_t in, int64_t inner);
+void MoeExperts(const Device& device, const MoeExpertsParams& params, cudaStream_t queue);
+size_t SampleScratchBytes();
+void Sample(const Device& device, const SampleParams& params, cudaStream_t queue);
 void RmsNorm(const Device& device, const RmsNormParams& params, cudaStream_t queue);
 void AddRmsNorm(const Device& device, const AddRmsNormParams& params, cudaStream_t queue);
 void AttnResMix(const Device& device, const AttnResMixParams& params, cudaStream_t queue);

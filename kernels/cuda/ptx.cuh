@@ -137,6 +137,13 @@ __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
 __device__ __forceinline__ float LowBf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float HighBf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
+// Products of pairs; subnormal operands and results are kept.
+__device__ __forceinline__ uint32_t MultiplyBf16(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 // Two floats rounded to a pair of fp16, `low` in the lower half; beyond +-65504 they become that, NaN stays.
 __device__ __forceinline__ uint32_t PackF16(float low, float high) {
   uint32_t pair;

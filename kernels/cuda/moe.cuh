@@ -1,0 +1,173 @@
+#pragma once
+
+#include "kernels/cuda/activation.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/math.cuh"
+#include "kernels/cuda/mxfp4.cuh"
+#include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/weights.h"
+
+// Experts: what all variants share. A pick is a (token, j) pair whose expert lives here; picks lie sorted by expert.
+// The stages are: plan (sort the picks), up (both input products and the activation into h [picks, inner]), down (h
+// into y [picks, in]), combine.
+namespace k3::cuda {
+
+constexpr int kMoeTileRows = 128;  // picks of one tile of the large products
+constexpr int kMoePlanThreads = 1024;
+constexpr int kMoeMaxExperts = 8192;
+
+struct MoePlan {
+  int* expert_begin;  // [experts + 1] first pick of each local expert
+  int* tile_begin;    // [experts + 1] first tile of each local expert
+  int* active;        // [experts] local experts that have picks, ascending
+  int* active_count;  // [1]
+  int* pick_of;       // [tokens * top_k] pick of (token, j), -1 where the expert is not local
+  int* token_of;      // [tokens * top_k] token of each pick
+};
+
+// One block. Shared memory: [experts] counters, 33 ints.
+__global__ void MoePlanKernel(const int32_t* ids, int pairs, int top_k, int first, int experts, MoePlan plan) {
+  int* counter = DynamicShared<int>();
+  int* shared = counter + experts;
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) counter[e] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+    const int e = ids[i] - first;
+    if (e >= 0 && e < experts) atomicAdd(&counter[e], 1);
+  }
+  __syncthreads();
+  int picks = 0, tiles = 0, active = 0;
+  for (int base = 0; base < experts; base += blockDim.x) {
+    const int e = base + threadIdx.x;
+    const int count = e < experts ? counter[e] : 0;
+    const int own_tiles = (count + kMoeTileRows - 1) / kMoeTileRows;
+    int total;
+    const int pick_end = picks + BlockScan(count, shared, total);
+    picks += total;
+    const int tile_end = tiles + BlockScan(own_tiles, shared, total);
+    tiles += total;
+    const int active_end = active + BlockScan(count > 0, shared, total);
+    active += total;
+    if (e < experts) {
+      plan.expert_begin[e] = pick_end - count;
+      plan.tile_begin[e] = tile_end - own_tiles;
+      if (count > 0) plan.active[active_end - 1] = e;
+      counter[e] = pick_end - count;  // from here on the next free pick
+    }
+  }
+  if (threadIdx.x == 0) {
+    plan.expert_begin[experts] = picks;
+    plan.tile_begin[experts] = tiles;
+    *plan.active_count = active;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+    const int e = ids[i] - first;
+    int pick = -1;
+    if (e >= 0 && e < experts) {
+      // The order within an expert is free: no sum runs over picks of different tokens.
+      pick = atomicAdd(&counter[e], 1);
+      plan.token_of[pick] = i / top_k;
+    }
+    plan.pick_of[i] = pick;
+  }
+}
+
+// out[t] = sum over j, ascending, of weights[t, j] y[pick of (t, j)], fp32. Grid (tokens, packs of columns).
+template <typename T, typename Out, int N>
+__global__ void MoeCombineKernel(const int* __restrict__ pick_of, const float* __restrict__ weights, int top_k,
+                                 const T* __restrict__ y, int cols, Matrix<Out> out) {
+  const int c = (blockIdx.y * blockDim.x + threadIdx.x) * N;
+  if (c >= cols) return;
+  const int64_t token = blockIdx.x;
+  float sum[N] = {};
+#pragma unroll 4
+  for (int j = 0; j < top_k; ++j) {
+    const int pick = pick_of[token * top_k + j];
+    if (pick < 0) continue;
+    const float weight = weights[token * top_k + j];
+    float x[N];
+    LoadFloats<N>(y + static_cast<int64_t>(pick) * cols + c, x);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
+  }
+  StoreFloats<N>(out.Row(token) + c, sum);
+}
+
+// Row of w13 that holds row r of w1 (part 0) or w3 (part 1).
+__device__ __forceinline__ int64_t InterleavedRow(int interleave, int part, int r) {
+  return static_cast<int64_t>(r / interleave) * 2 * interleave + part * interleave + r % interleave;
+}
+
+// One weight as fp32.
+template <typename T>
+struct PlainRow {
+  const T* row;
+  __device__ __forceinline__ float operator()(int k) const { return ToFloat(row[k]); }
+};
+// The weights of one product of all experts, as rows of `cols` inputs.
+template <typename T>
+struct PlainMatrix {
+  const T* data;
+  int64_t cols;
+  __device__ __forceinline__ PlainRow<T> Row(int64_t row) const { return {data + row * cols}; }
+};
+struct Mxfp4Matrix {
+  const uint8_t* data;
+  const uint8_t* scales;
+  int64_t cols;
+  __device__ __forceinline__ Mxfp4Row Row(int64_t row) const {
+    return {reinterpret_cast<const uint32_t*>(data + row * cols / 2), scales + row * cols / 32};
+  }
+};
+
+constexpr int kMoeAnyWarps = 8;
+
+__device__ __forceinline__ int ExpertOfPick(const MoePlan& plan, int experts, int pick) {
+  int low = 0, high = experts - 1;  // the last expert whose first pick is at most `pick` and that has picks
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (plan.expert_begin[middle] <= pick) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+// Any widths and types, one warp an output: the obvious loops. Grid (outputs / warps, picks).
+template <typename T, typename Weights>
+__global__ void MoeUpAnyKernel(Matrix<const T> x, Weights w13, int interleave, ActivationSpec spec, MoePlan plan,
+                               int experts, int in, int inner, T* h) {
+  const int lane = threadIdx.x % 32, pick = blockIdx.y;
+  const int output = blockIdx.x * kMoeAnyWarps + threadIdx.x / 32;
+  if (pick >= plan.expert_begin[experts] || output >= inner) return;
+  const int64_t first_row = static_cast<int64_t>(ExpertOfPick(plan, experts, pick)) * 2 * inner;
+  const auto gate = w13.Row(first_row + InterleavedRow(interleave, 0, output));
+  const auto up = w13.Row(first_row + InterleavedRow(interleave, 1, output));
+  const T* row = x.Row(plan.token_of[pick]);
+  float gate_sum = 0, up_sum = 0;
+  for (int k = lane; k < in; k += 32) {
+    const float value = ToFloat(row[k]);
+    gate_sum = fmaf(value, gate(k), gate_sum);
+    up_sum = fmaf(value, up(k), up_sum);
+  }
+  gate_sum = WarpSum(gate_sum);
+  up_sum = WarpSum(up_sum);
+  if (lane == 0) h[static_cast<int64_t>(pick) * inner + output] = FromFloat<T>(Activate(spec, gate_sum, up_sum));
+}
+template <typename T, typename Weights>
+__global__ void MoeDownAnyKernel(const T* h, Weights w2, MoePlan plan, int experts, int in, int inner, T* y) {
+  const int lane = threadIdx.x % 32, pick = blockIdx.y;
+  const int output = blockIdx.x * kMoeAnyWarps + threadIdx.x / 32;
+  if (pick >= plan.expert_begin[experts] || output >= in) return;
+  const auto weights = w2.Row(static_cast<int64_t>(ExpertOfPick(plan, experts, pick)) * in + output);
+  const T* row = h + static_cast<int64_t>(pick) * inner;
+  float sum = 0;
+  for (int k = lane; k < inner; k += 32) sum = fmaf(ToFloat(row[k]), weights(k), sum);
+  sum = WarpSum(sum);
+  if (lane == 0) y[static_cast<int64_t>(pick) * in + output] = FromFloat<T>(sum);
+}
+
+}  // namespace k3::cuda

@@ -1,0 +1,186 @@
+#pragma once
+
+#include "kernels/cuda/moe.cuh"
+
+// Expert products for few picks an expert: the weights stream through once, from global memory straight into the A
+// fragments, the picks are the 8-wide columns. A warp's lanes hold different stretches of the contraction than MmaBf16
+// names (lane t of a row: kStep / 4 consecutive inputs), which is free as long as both operands do so.
+//
+// A block owns 32 weight rows of one expert; its eight warps take turns along the contraction and add up at the end, in
+// warp order. A pick's result does not depend on how many picks there are.
+namespace k3::cuda {
+
+constexpr int kStreamThreads = 256;
+constexpr int kStreamWarps = kStreamThreads / 32;
+constexpr int kStreamRows = 32;
+
+struct StreamArgs {
+  MoePlan plan;
+  int in, out;  // contraction and weight rows of this product
+  ActivationSpec activation;
+  Matrix<const bf16> x;  // up: [tokens, in]; down: h [picks, in]
+  bf16* y;               // up: h [picks, out / 2]; down: [picks, out]
+};
+
+// Weight fragments of 16-row tiles in bf16: a step is 32 inputs, 8 a lane.
+struct PlainStream {
+  static constexpr int kStep = 32;
+  const bf16* data;
+
+  struct Piece {
+    uint4 row[2];  // rows g and g + 8
+  };
+  __device__ __forceinline__ Piece Load(int64_t row, int in, int k) const {
+    const bf16* from = data + row * in + k;
+    return {LoadStreaming16(from), LoadStreaming16(from + 8 * static_cast<int64_t>(in))};
+  }
+  // Fragment `i` (of kStep / 16) for the lane's inputs 4 i .. 4 i + 3.
+  static __device__ __forceinline__ void Fragment(const Piece& piece, int i, uint32_t (&a)[4]) {
+    a[0] = i == 0 ? piece.row[0].x : piece.row[0].z;
+    a[1] = i == 0 ? piece.row[1].x : piece.row[1].z;
+    a[2] = i == 0 ? piece.row[0].y : piece.row[0].w;
+    a[3] = i == 0 ? piece.row[1].y : piece.row[1].w;
+  }
+};
+
+// MXFP4, dequantised in registers: bits of a code moved to the place of bf16's low exponent and high mantissa bits read
+// as its value times 2^-126, subnormals included; one product with 2^(scale - 1) corrects that and applies the scale
+// (two where that is beyond bf16). kStep is 128 inputs (16 bytes a lane), or 32 where the width asks for it.
+template <int kInputs>
+struct Mxfp4Stream {
+  static constexpr int kStep = kInputs;
+  static constexpr int kWords = kInputs / 32;
+  const uint8_t* data;
+  const uint8_t* scales;
+
+  struct Piece {
+    uint32_t words[2][kWords];
+    uint32_t scale[2];  // pairs of bf16
+    uint32_t rest[2];
+  };
+  static __device__ __forceinline__ uint32_t PowerOfTwo(int exponent) {  // as a pair, exponent in [-126, 127]
+    const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 7;
+    return bits | bits << 16;
+  }
+  __device__ __forceinline__ Piece Load(int64_t row, int in, int k) const {
+    Piece piece;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t r = row + 8 * i;
+      const uint8_t* from = data + (r * in + k) / 2;
+      if constexpr (kWords == 4) {
+        const uint4 words = LoadStreaming16(from);
+        piece.words[i][0] = words.x, piece.words[i][1] = words.y, piece.words[i][2] = words.z,
+        piece.words[i][3] = words.w;
+      } else {
+        piece.words[i][0] = *reinterpret_cast<const uint32_t*>(from);
+      }
+      const int code = scales[(r * in + k) / 32];
+      const int exponent = min(code - 1, 127);
+      piece.scale[i] = code == 255 ? 0x7fc07fc0u : PowerOfTwo(exponent);
+      piece.rest[i] = PowerOfTwo(code - 1 - exponent);
+    }
+    return piece;
+  }
+  static __device__ __forceinline__ void Fragment(const Piece& piece, int i, uint32_t (&a)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t word = piece.words[r][i / 2] << (4 * (2 * (i % 2) + half));
+        const uint32_t pair = MultiplyBf16((word & 0x80008000u) | (word & 0x70007000u) >> 6, piece.scale[r]);
+        a[2 * half + r] = piece.rest[r] == 0x3f803f80u ? pair : MultiplyBf16(pair, piece.rest[r]);
+      }
+    }
+  }
+};
+
+// kTokens: 8-wide columns of picks held together; an expert with more picks streams its weights again. Grid (weight
+// rows / 32, experts that may have picks).
+template <typename Weights, int kTokens, bool kUp>
+__global__ void __launch_bounds__(kStreamThreads) MoeStreamKernel(StreamArgs args, Weights weights) {
+  float4* partial = DynamicShared<float4>();  // [warps][2 tiles][kTokens][32]
+  if (static_cast<int>(blockIdx.y) >= *args.plan.active_count) return;
+  const int expert = args.plan.active[blockIdx.y];
+  const int begin = args.plan.expert_begin[expert], count = args.plan.expert_begin[expert + 1] - begin;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+  const int first_row = blockIdx.x * kStreamRows;
+  const int64_t row = static_cast<int64_t>(expert) * args.out + first_row + g;
+  const bool second = first_row + 16 < args.out;  // the block's second tile exists
+
+  for (int base = 0; base < count; base += 8 * kTokens) {
+    const bf16* x[kTokens];
+#pragma unroll
+    for (int n = 0; n < kTokens; ++n) {
+      const int pick = begin + min(base + 8 * n + g, count - 1);
+      x[n] = args.x.Row(kUp ? args.plan.token_of[pick] : pick) + Weights::kStep / 4 * t;
+    }
+    float sum[2][kTokens][4] = {};
+#pragma unroll 2
+    for (int k = warp * Weights::kStep; k < args.in; k += kStreamWarps * Weights::kStep) {
+      typename Weights::Piece piece[2];
+      piece[0] = weights.Load(row, args.in, k + Weights::kStep / 4 * t);
+      piece[1] = second ? weights.Load(row + 16, args.in, k + Weights::kStep / 4 * t) : piece[0];
+#pragma unroll
+      for (int part = 0; part < Weights::kStep / 32; ++part) {
+        uint4 inputs[kTokens];
+#pragma unroll
+        for (int n = 0; n < kTokens; ++n) inputs[n] = *reinterpret_cast<const uint4*>(x[n] + k + 8 * part);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile) {
+            uint32_t a[4];
+            Weights::Fragment(piece[tile], 2 * part + i, a);
+#pragma unroll
+            for (int n = 0; n < kTokens; ++n) {
+              MmaBf16(sum[tile][n], a, i == 0 ? inputs[n].x : inputs[n].z, i == 0 ? inputs[n].y : inputs[n].w);
+            }
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n) {
+        partial[((warp * 2 + tile) * kTokens + n) * 32 + lane] = {sum[tile][n][0], sum[tile][n][1], sum[tile][n][2],
+                                                                  sum[tile][n][3]};
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 2 * kTokens * 32; i += kStreamThreads) {
+      float4 total = partial[i];
+#pragma unroll
+      for (int w = 1; w < kStreamWarps; ++w) {
+        const float4 other = partial[w * 2 * kTokens * 32 + i];
+        total.x += other.x;
+        total.y += other.y;
+        total.z += other.z;
+        total.w += other.w;
+      }
+      const int tile = i / (32 * kTokens), n = i / 32 % kTokens;
+      if (tile == 1 && !second) continue;
+      const int pick = base + 8 * n + 2 * (i % 4);  // and the next
+      const int own_row = first_row + 16 * tile + i % 32 / 4;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (pick + e >= count) continue;
+        const float low = e == 0 ? total.x : total.y, high = e == 0 ? total.z : total.w;
+        if constexpr (kUp) {
+          // A tile is eight gate rows over their eight up rows.
+          bf16* to = args.y + static_cast<int64_t>(begin + pick + e) * (args.out / 2);
+          to[(first_row + 16 * tile) / 2 + i % 32 / 4] = FromFloat<bf16>(Activate(args.activation, low, high));
+        } else {
+          bf16* to = args.y + static_cast<int64_t>(begin + pick + e) * args.out + own_row;
+          to[0] = FromFloat<bf16>(low);
+          to[8] = FromFloat<bf16>(high);
+        }
+      }
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace k3::cuda
