@@ -278,7 +278,7 @@ const FlagSet::Flag* FlagSet::Find(const std::string& name) const { return const
 absl::Status FlagSet::UnknownFlag(const std::string& what, const std::string& name, const std::string& prefix) const {
   std::string nearest;
   int best = std::numeric_limits<int>::max();
-  const std::string wanted = Dashed(name);
+  const std::string wanted = Dashed(name.substr(0, 64));  // a distance costs the product of the lengths
   const auto consider = [&](const std::string& candidate) {
     const int distance = EditDistance(wanted, candidate);
     if (distance < best) {

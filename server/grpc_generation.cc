@@ -1,5 +1,7 @@
 #include "server/grpc_generation.h"
 
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -55,8 +57,9 @@ grpc::Status Refusal(grpc::CallbackServerContext* context, const absl::Status& s
 // OnDone, and by whoever drains it.
 class Call : public std::enable_shared_from_this<Call> {
  public:
-  Call(GenerationService* generation, WorkerPool* pump, grpc::CallbackServerContext* context)
-      : generation_(generation),
+  Call(const char* method, GenerationService* generation, WorkerPool* pump, grpc::CallbackServerContext* context)
+      : method_(method),
+        generation_(generation),
         pump_(pump),
         context_(context),
         cancelled_(std::make_shared<std::atomic<bool>>(false)) {}
@@ -75,6 +78,7 @@ class Call : public std::enable_shared_from_this<Call> {
     if (!request.ok()) return OnStarted(request.status());
     request->request_id = request_id_;
     request->deadline = DeadlineOf(*context_);
+    if (!request->deadline.has_value()) spdlog::debug("grpc request={} has no deadline", request_id_);
     generation_->Start(*std::move(request), cancelled_,
                        [self = shared_from_this()](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
                          self->OnStarted(std::move(stream));
@@ -83,7 +87,9 @@ class Call : public std::enable_shared_from_this<Call> {
 
   void OnStarted(absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
     if (!stream.ok()) {
-      if (ClaimFinish()) SendFinish(Refusal(context_, stream.status(), request_id_));
+      if (!ClaimFinish()) return;
+      Log(stream.status().code(), {});
+      SendFinish(Refusal(context_, stream.status(), request_id_));
       return;
     }
     {
@@ -124,6 +130,14 @@ class Call : public std::enable_shared_from_this<Call> {
         return;
       }
     }
+  }
+
+  // The one line of this call, from whoever has claimed its finish.
+  void Log(absl::StatusCode code, const RequestUsage& usage) const {
+    spdlog::info(
+        "grpc request={} method={} status={} prompt_tokens={} cached_tokens={} completion_tokens={} seconds={:.3f}",
+        request_id_, method_, absl::StatusCodeToString(code), usage.prompt_tokens, usage.cached_tokens,
+        usage.completion_tokens, std::chrono::duration<double>(Clock::now() - arrival_).count());
   }
 
   // The client has gone: the engine hears of it before this returns.
@@ -185,15 +199,22 @@ class Call : public std::enable_shared_from_this<Call> {
     self_.reset();
   }
 
+  void FinishCancelled() {
+    Log(absl::StatusCode::kCancelled, {});
+    SendFinish(grpc::Status::CANCELLED);
+  }
+
   virtual void SendFinish(const grpc::Status& status) = 0;
   virtual bool WantsEvents() = 0;
   virtual void Send(ResponseStream* stream) = 0;
 
+  const char* const method_;
   GenerationService* const generation_;
   WorkerPool* const pump_;
   grpc::CallbackServerContext* const context_;
   const GenerationService::CancelFlag cancelled_;
   std::string request_id_;
+  const Clock::time_point arrival_ = Clock::now();
 
  private:
   std::shared_ptr<Call> self_;
@@ -240,7 +261,7 @@ class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::Stream
                                                                      CallList* list, const ApiKeys& keys,
                                                                      grpc::CallbackServerContext* context,
                                                                      const pb::StreamGenerateRequest& request) {
-    auto call = std::make_shared<StreamCall>(generation, pump, context);
+    auto call = std::make_shared<StreamCall>("StreamGenerate", generation, pump, context);
     call->list_ = list;
     list->Add(call);
     call->Begin(keys, request.spec());
@@ -250,6 +271,7 @@ class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::Stream
   void EndIfStalled(Clock::duration limit) override {
     if (!ClaimFinishOfStalled(limit)) return;
     DropRequest();
+    Log(absl::StatusCode::kResourceExhausted, {});
     ErrorDetails details;
     details.reason = "slow_reader";
     const double seconds = std::chrono::duration<double>(limit).count();
@@ -271,6 +293,7 @@ class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::Stream
     stream->Next(&event);
     if (auto* finish = std::get_if<FinishedEvent>(&event)) {
       FinishInsteadOfWrite();
+      Log(finish->status.code(), finish->usage);
       AddUsageTrailers(context_, finish->usage);
       if (!finish->status.ok()) {
         Finish(Refusal(context_, finish->status, request_id_));
@@ -308,13 +331,13 @@ class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::Stream
 
   void OnWriteDone(bool ok) override {
     if (!ok) CancelRequest();
-    if (ReleaseWrite()) return Finish(grpc::Status::CANCELLED);
+    if (ReleaseWrite()) return FinishCancelled();
     Drive();
   }
 
   void OnCancel() override {
     CancelRequest();
-    if (ClaimFinish()) Finish(grpc::Status::CANCELLED);
+    if (ClaimFinish()) FinishCancelled();
   }
 
   void OnDone() override {
@@ -334,7 +357,7 @@ class UnaryCall final : public Call, public grpc::ServerUnaryReactor {
   static grpc::ServerUnaryReactor* Start(GenerationService* generation, WorkerPool* pump, const ApiKeys& keys,
                                          grpc::CallbackServerContext* context, const pb::GenerateRequest& request,
                                          pb::GenerateResponse* response) {
-    auto call = std::make_shared<UnaryCall>(generation, pump, context);
+    auto call = std::make_shared<UnaryCall>("Generate", generation, pump, context);
     call->response_ = response;
     call->Begin(keys, request.spec());
     return call.get();
@@ -385,6 +408,7 @@ class UnaryCall final : public Call, public grpc::ServerUnaryReactor {
       ToProto(*finished, ChoiceAt(finished->choice)->mutable_finished());
     } else if (auto* finish = std::get_if<FinishedEvent>(&event)) {
       if (!ClaimFinish()) return;
+      Log(finish->status.code(), finish->usage);
       AddUsageTrailers(context_, finish->usage);
       if (!finish->status.ok()) return Finish(Refusal(context_, finish->status, request_id_));
       AddInitialMetadata(context_, accepted_);
@@ -398,7 +422,7 @@ class UnaryCall final : public Call, public grpc::ServerUnaryReactor {
 
   void OnCancel() override {
     CancelRequest();
-    if (ClaimFinish()) Finish(grpc::Status::CANCELLED);
+    if (ClaimFinish()) FinishCancelled();
   }
 
   void OnDone() override { Release(); }

@@ -44,8 +44,11 @@ absl::StatusOr<SamplingDefaults> LoadSamplingDefaults(const std::string& dir) {
   const auto do_sample = file.find("do_sample");
   if (do_sample != file.end() && do_sample->is_boolean() && !do_sample->get<bool>()) defaults.temperature = 0.0f;
   const nlohmann::json eos = file.value("eos_token_id", nlohmann::json());
-  for (const nlohmann::json& id : eos.is_array() ? eos : eos.is_null() ? nlohmann::json::array() : nlohmann::json::array({eos})) {
-    if (!id.is_number_integer()) return absl::InvalidArgumentError(absl::StrCat(path, ": eos_token_id must hold integers"));
+  for (const nlohmann::json& id : eos.is_array()  ? eos
+                                  : eos.is_null() ? nlohmann::json::array()
+                                                  : nlohmann::json::array({eos})) {
+    if (!id.is_number_integer())
+      return absl::InvalidArgumentError(absl::StrCat(path, ": eos_token_id must hold integers"));
     defaults.eos_token_ids.push_back(id.get<int32_t>());
   }
   return defaults;
