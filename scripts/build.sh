@@ -14,14 +14,15 @@ done
 
 # So that clones in other folders share compiler results.
 export CCACHE_BASEDIR="$root" CCACHE_NOHASHDIR=1
+mkdir -p "$build_dir"
 if [ ! -f "$build_dir/build.ninja" ] || [ $# -gt 0 ]; then
-  cmake -S "$root" -B "$build_dir" -G Ninja "$@" >"$build_dir.configure.log" 2>&1 || {
-    cat "$build_dir.configure.log" >&2
+  cmake -S "$root" -B "$build_dir" -G Ninja "$@" >"$build_dir/configure.log" 2>&1 || {
+    cat "$build_dir/configure.log" >&2
     exit 1
   }
 fi
 # Quiet unless it fails: a newcomer's first output is the ready line or the test results.
-ninja -C "$build_dir" "${targets[@]}" >"$build_dir.build.log" 2>&1 || {
-  tail -n 60 "$build_dir.build.log" >&2
+ninja -C "$build_dir" "${targets[@]}" >"$build_dir/build.log" 2>&1 || {
+  tail -n 60 "$build_dir/build.log" >&2
   exit 1
 }
