@@ -12,6 +12,7 @@ import base64
 import json
 import os
 import random
+import string
 import struct
 import subprocess
 import sys
@@ -115,6 +116,12 @@ def random_string(rng):
     return "".join(rng.choice(rng.choice(alphabets)) for _ in range(rng.randint(0, 60)))
 
 
+def runs():
+    """4 KiB of one character each, whatever its length in bytes."""
+    for unit in ["x", " ", "\n", "_", "{", "中", "ab"]:
+        yield (unit * 4096)[: 4096 // max(len(c.encode()) for c in unit)]
+
+
 def long_strings(rng):
     yield "a" * 25_001
     yield " " * 25_001 + "x"
@@ -122,8 +129,7 @@ def long_strings(rng):
     yield "ab " * 150_000 + "\n" * 30_000
     yield "x \x1c" * 100_000 + "\x1c" * 30_000 + "\u200b" * 26_000
     yield "".join(rng.choice("abc") for _ in range(40_000))
-    for unit in ["x", " ", "\n", "_", "{", "中", "ab"]:
-        yield (unit * 4096)[:4096]
+    yield from runs()
     yield "".join(random_string(rng) for _ in range(15_000))
 
 
@@ -140,7 +146,9 @@ def main():
     reference = Reference(encoding)
     rng = random.Random(args.seed)
     if args.write:
-        cases = [{"text": t, "ids": reference.encode(t, False)} for t in FIXED + [random_string(rng) for _ in range(150)]]
+        texts = FIXED + [random_string(rng) for _ in range(150)] + list(runs())
+        texts.append("".join(rng.choice(string.ascii_lowercase) for _ in range(4096)))
+        cases = [{"text": t, "ids": reference.encode(t, False)} for t in texts]
         with open(args.write, "w") as file:
             json.dump({"made_by": f"scripts/compare_tokenizer.py, tiktoken {tiktoken.__version__}", "encode": cases}, file)
             file.write("\n")

@@ -15,7 +15,7 @@ case "$kind" in
     ;;
   thread)
     sanitizers=thread
-    filter=(-L 'threads')
+    filter=(-R '^(thread_pool_test|k3_(engine|http|openai|server|metrics|metrics_flow|bench_run)_tests)$')
     ;;
   *)
     echo "sanitize: $kind: expected address or thread" >&2

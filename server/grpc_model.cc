@@ -156,7 +156,7 @@ class GrpcModelService final : public pb::ModelService::CallbackService {
       out->set_max_num_seqs(static_cast<uint32_t>(limits.max_num_seqs));
       out->set_max_queue(static_cast<uint32_t>(limits.max_queue));
       response->set_max_message_mib(static_cast<uint32_t>(info_.max_message_mib));
-      response->set_default_effort(info_.default_effort);
+      response->set_default_effort(DefaultEffort(model));
       response->set_uptime_seconds(std::chrono::duration<double>(Clock::now() - start_).count());
     });
   }
@@ -173,6 +173,12 @@ class GrpcModelService final : public pb::ModelService::CallbackService {
   }
 
  private:
+  // What a request gets that names no effort.
+  std::string DefaultEffort(const ServedModel& model) const {
+    if (!info_.default_effort.empty()) return info_.default_effort;
+    return model.renderer->format() == ChatFormat::kXtml ? "max" : "none";
+  }
+
   template <class Fill>
   grpc::ServerUnaryReactor* WithModel(grpc::CallbackServerContext* context, const Fill& fill) {
     grpc::ServerUnaryReactor* reactor = context->DefaultReactor();

@@ -36,7 +36,11 @@ const Command kCommands[] = {
     {"verify", "MODEL_DIR         run reference prompts and compare",
      [](const std::vector<std::string>& args) { return RunVerify(args, std::cout, std::cerr); }},
     {"version", "                 version, commit, libraries, processors",
-     [](const std::vector<std::string>&) {
+     [](const std::vector<std::string>& args) {
+       if (!args.empty() && args[0] != "--help") {
+         std::cerr << "k3serve version: takes no arguments, found " << args[0] << "\n";
+         return static_cast<int>(kExitUsage);
+       }
        std::cout << VersionText();
        return static_cast<int>(kExitOk);
      }},

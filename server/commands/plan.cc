@@ -160,7 +160,7 @@ int RunPlan(const std::vector<std::string>& args, std::ostream& out, std::ostrea
     return kExitUsage;
   }
   if (options.help) {
-    out << "usage: k3serve plan MODEL_DIR [flags]\n" << flags.Help();
+    out << "Usage: k3serve plan MODEL_DIR [flags]\n" << flags.Help();
     return kExitOk;
   }
   const std::string& dir = options.config.model_dir;

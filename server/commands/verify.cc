@@ -155,7 +155,7 @@ int RunVerify(const std::vector<std::string>& args, std::ostream& out, std::ostr
   }
   if (options.help) {
     out << "Usage: k3serve verify MODEL_DIR --golden FILE [flags]\n\n"
-           "Runs the prompts of a golden file through the model and compares logits, experts and greedy tokens.\n\n"
+           "Runs the prompts of a golden file through the model and compares logits, experts and greedy tokens.\n"
         << flags.Help();
     return kExitOk;
   }

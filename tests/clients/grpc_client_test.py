@@ -107,6 +107,16 @@ class GrpcTest(unittest.TestCase):
         text = stub.Detokenize(tokenizer.DetokenizeRequest(token_ids=ids_reply.choices[0].token_ids)).text
         self.assertEqual(ids_reply.choices[0].content, text)
 
+    def test_server_info_tells_the_effort_in_force(self):
+        info = self.models.GetServerInfo(model.GetServerInfoRequest())
+        self.assertEqual(info.default_effort, "max")
+        named = chat_spec("Hi")
+        named.reasoning.effort = chat.EFFORT_MAX
+        stub = tokenizer_grpc.TokenizerServiceStub(self.channel)
+        rendered = [stub.RenderChat(tokenizer.RenderChatRequest(chat=s.chat, reasoning=s.reasoning)).token_ids
+                    for s in (chat_spec("Hi"), named)]
+        self.assertEqual(list(rendered[0]), list(rendered[1]))
+
     def test_same_seed_same_tokens(self):
         spec = chat_spec("What is a pointer?", max_new_tokens=40)
         spec.sampling.temperature = 1

@@ -37,7 +37,7 @@ class ExitCodesTest(unittest.TestCase):
     def test_usage(self):
         for args in ([], ["serv"], ["serve"], ["serve", MODEL, "--prot", "1"], ["serve", MODEL, "--device", "tpu"],
                      ["serve", MODEL, "--port", "off", "--grpc-port", "off"], ["generate", "--temperature", "x", "hi"],
-                     ["plan"], ["verify", MODEL]):
+                     ["plan"], ["verify", MODEL], ["version", "--all"]):
             self.assertEqual(run(*args).returncode, 2, args)
         self.assertIn("did you mean --port?", run("serve", MODEL, "--prot", "1").stderr)
 

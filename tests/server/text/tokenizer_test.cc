@@ -46,7 +46,8 @@ TEST(Tokenizer, Golden) {
   }
 }
 
-// Han rules, contractions, combining marks, code points newer than the installed libraries, and random mixtures.
+// Han rules, contractions, combining marks, code points newer than the installed libraries, random mixtures, and
+// 4 KiB of one character (B33).
 TEST(Tokenizer, MoreCasesFromTiktoken) {
   const Json cases = ReadJson(testing::DataFile("tokenizer_cases.json"));
   ASSERT_GT(cases["encode"].size(), 150u);
