@@ -86,30 +86,36 @@ TEST(OpenAiDisconnectTest, HalfClosedStreamsAreCancelled) {
 
 // A stop string is found although nobody reads the stream.
 TEST(OpenAiDisconnectTest, AStopStringEndsTheRunOfASlowReader) {
+  constexpr uint64_t kChoices = 100;
+  constexpr uint64_t kBefore = 1500;
   OpenAiServer server;
   std::vector<int32_t> tokens = server.Tokens("⟨/think⟩⟨response⟩");
-  for (int i = 0; i < 150000; ++i) tokens.push_back(static_cast<int32_t>(i % 200 + 1000));
+  for (uint64_t i = 0; i < kBefore; ++i) tokens.push_back(static_cast<int32_t>(i % 200 + 1000));
   server.tokenizer().EncodeBytes("STOP", &tokens);
-  for (int i = 0; i < 40000; ++i) tokens.push_back(1000);
+  for (uint64_t i = 0; i < 20 * kBefore; ++i) tokens.push_back(1000);
   server.Force(tokens);
   HttpClient slow(server.port(), 4096);
-  slow.SendRequest("POST", kChat, ChatBody({{"stream", true}, {"stop", "STOP"}, {"logprobs", true}}).dump());
-  for (int i = 0; i < 6000 && (server.engine().Load().steps == 0 || server.engine().Load().running > 0); ++i) {
+  slow.SendRequest("POST", kChat,
+                   ChatBody({{"stream", true}, {"stop", "STOP"}, {"logprobs", true}, {"n", kChoices}}).dump());
+  for (int i = 0; i < 12000 && (server.engine().Load().steps == 0 || server.engine().Load().running > 0); ++i) {
     std::this_thread::sleep_for(5ms);
   }
   const EngineLoad load = server.engine().Load();
   EXPECT_EQ(load.running, 0);
-  EXPECT_GE(load.generated_tokens, 150000u);
-  EXPECT_LT(load.generated_tokens, 185000u) << "ended by the stop string, not by the script";
+  EXPECT_GE(load.generated_tokens, kChoices * kBefore);
+  EXPECT_LT(load.generated_tokens, kChoices * kBefore * 10) << "ended by the stop string, not by the script";
   ASSERT_TRUE(slow.ReadHead());
   std::string last;
   std::string finish;
+  size_t bytes = 0;
   while (const auto event = slow.ReadEvent()) {
     finish = last;
     last = *event;
+    bytes += last.size();
   }
   EXPECT_EQ(last, "[DONE]");
   EXPECT_EQ(Json::parse(finish)["choices"][0]["stop_reason"], "STOP");
+  EXPECT_GT(bytes, 8u << 20) << "more than the kernel's buffers hold";
 }
 
 // The HTTP half of B43.
@@ -144,7 +150,7 @@ TEST(OpenAiDisconnectTest, ManyRequestsLeaveNothing) {
   HttpClient client(server.port());
   for (int i = 0; i < 1000; ++i) {
     const bool stream = i % 2 == 0;
-    client.SendRequest("POST", kChat, ChatBody({{"stream", stream}}).dump());
+    client.SendRequest("POST", kChat, ChatBody({{"stream", stream}, {"max_tokens", 2}}).dump());
     auto reply = client.ReadReply();
     ASSERT_TRUE(reply) << i;
     ASSERT_EQ(reply->status, 200);
