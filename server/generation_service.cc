@@ -325,13 +325,17 @@ void GenerationService::Start(GenerationRequest request, const CancelFlag& cance
   const Clock::time_point arrival = Clock::now();
   const size_t bytes = TextBytes(request);
   const auto finish = [this, done = std::move(done)](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
-    if (!stream.ok() && metrics_ != nullptr) metrics_->OnRejected(stream.status().code());
+    if (!stream.ok()) CountRefusal(stream.status());
     done(std::move(stream));
   };
   auto shared = std::make_shared<GenerationRequest>(std::move(request));
   RunTextWork(
       bytes, [this, shared, cancelled, arrival, finish] { finish(StartNow(*shared, cancelled, arrival)); },
       [finish](const absl::Status& status) { finish(status); });
+}
+
+void GenerationService::CountRefusal(const absl::Status& status) {
+  if (metrics_ != nullptr) metrics_->OnRejected(status.code());
 }
 
 void GenerationService::Render(GenerationRequest request, IdsDone done) {

@@ -58,6 +58,9 @@ class GenerationService {
   // one final event, whatever happens.
   void Start(GenerationRequest request, const CancelFlag& cancelled, StartDone done);
 
+  // For what a front end refuses by itself: it counts like a refusal of Start.
+  void CountRefusal(const absl::Status& status);
+
   // Text work without a run. `done` as for Start.
   using IdsDone = std::function<void(absl::StatusOr<std::vector<int32_t>>)>;
   // Prompt ids of a request: exactly those that Start would run. Only model, input, reasoning and constraint count.

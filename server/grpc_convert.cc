@@ -189,10 +189,12 @@ absl::StatusOr<ChatRequest> FromProto(const pb::ChatInput& chat) {
   return out;
 }
 
-RequestedReasoning FromProto(const pb::Reasoning& reasoning) {
+absl::StatusOr<RequestedReasoning> FromProto(const pb::Reasoning& reasoning) {
   RequestedReasoning out;
   CopyIf(reasoning.has_enabled(), reasoning.enabled(), &out.enabled);
   switch (reasoning.effort()) {
+    case pb::EFFORT_UNSPECIFIED:
+      break;
     case pb::EFFORT_NONE:
       out.effort = Effort::kNone;
       break;
@@ -206,7 +208,7 @@ RequestedReasoning FromProto(const pb::Reasoning& reasoning) {
       out.effort = Effort::kMax;
       break;
     default:
-      break;
+      return InvalidField("reasoning.effort", absl::StrCat("is not known: ", static_cast<int>(reasoning.effort())));
   }
   if (reasoning.has_keep_history()) out.keep_history = reasoning.keep_history();
   CopyIf(reasoning.has_token_budget(), reasoning.token_budget(), &out.token_budget);
@@ -258,7 +260,9 @@ absl::StatusOr<GenerationRequest> FromProto(const pb::GenerationSpec& spec) {
   out.sampling = FromProto(spec.sampling());
   out.stopping = FromProto(spec.stopping());
   out.constraint = FromProto(spec.constraint());
-  out.reasoning = FromProto(spec.reasoning());
+  absl::StatusOr<RequestedReasoning> reasoning = FromProto(spec.reasoning());
+  if (!reasoning.ok()) return reasoning.status();
+  out.reasoning = *std::move(reasoning);
   const pb::OutputOptions& output = spec.output();
   out.output.token_ids = output.token_ids();
   CopyIf(output.has_top_logprobs(), output.top_logprobs(), &out.output.top_logprobs);

@@ -14,7 +14,7 @@ namespace pb = k3serve::inference::v1;
 
 absl::StatusOr<GenerationRequest> FromProto(const pb::GenerationSpec& spec);
 absl::StatusOr<ChatRequest> FromProto(const pb::ChatInput& chat);
-RequestedReasoning FromProto(const pb::Reasoning& reasoning);
+absl::StatusOr<RequestedReasoning> FromProto(const pb::Reasoning& reasoning);
 RequestedConstraint FromProto(const pb::Constraint& constraint);
 
 void ToProto(const AcceptedEvent& event, pb::Accepted* out);

@@ -75,7 +75,10 @@ class Call : public std::enable_shared_from_this<Call> {
     absl::Status status = Authorize(keys, *context_);
     if (!status.ok()) return OnStarted(status);
     absl::StatusOr<GenerationRequest> request = FromProto(spec);
-    if (!request.ok()) return OnStarted(request.status());
+    if (!request.ok()) {
+      generation_->CountRefusal(request.status());
+      return OnStarted(request.status());
+    }
     request->request_id = request_id_;
     request->deadline = DeadlineOf(*context_);
     if (!request->deadline.has_value()) spdlog::debug("grpc request={} has no deadline", request_id_);

@@ -64,6 +64,8 @@ class GrpcTokenizerService final : public pb::TokenizerService::CallbackService 
     absl::Status status = Authorize(*keys_, *context);
     absl::StatusOr<ChatRequest> chat = FromProto(request->chat());
     if (status.ok()) status = chat.status();
+    absl::StatusOr<RequestedReasoning> reasoning = FromProto(request->reasoning());
+    if (status.ok()) status = reasoning.status();
     if (!status.ok()) {
       FinishUnary(context, reactor, status);
       return reactor;
@@ -71,7 +73,7 @@ class GrpcTokenizerService final : public pb::TokenizerService::CallbackService 
     GenerationRequest generation;
     generation.model = request->model();
     generation.input = *std::move(chat);
-    generation.reasoning = FromProto(request->reasoning());
+    generation.reasoning = *std::move(reasoning);
     generation.constraint = FromProto(request->constraint());
     generation_->Render(std::move(generation), FillIds(context, reactor, response));
     return reactor;

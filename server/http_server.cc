@@ -6,7 +6,11 @@
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/steady_timer.hpp>
+#include <cstdint>
+#include <filesystem>
+#include <iterator>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -23,14 +27,29 @@ namespace asio = boost::asio;
 using tcp = asio::ip::tcp;
 using ErrorCode = boost::system::error_code;
 
-// Each connection needs a descriptor; the soft limit is often 1,024 for no reason but history.
-void RaiseDescriptorLimit(int connections) {
+// Descriptors beside those of HTTP connections.
+constexpr uint64_t kOtherDescriptors = 1024;
+constexpr Clock::duration kAcceptWarningInterval = std::chrono::seconds(10);
+
+// Each connection needs a descriptor; the soft limit is often 1,024 for no reason but history. Where the hard limit is
+// low too, fewer connections are taken.
+void FitDescriptorLimit(HttpServerOptions* options) {
   rlimit limit;
-  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
-  const rlim_t wanted = static_cast<rlim_t>(connections) + 1024;
-  if (limit.rlim_cur >= wanted) return;
-  limit.rlim_cur = limit.rlim_max == RLIM_INFINITY ? wanted : std::min(wanted, limit.rlim_max);
-  setrlimit(RLIMIT_NOFILE, &limit);
+  std::error_code error;
+  const std::filesystem::directory_iterator files("/proc/self/fd", error);
+  if (error || getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  const auto open = static_cast<uint64_t>(std::distance(begin(files), end(files)));
+  const rlim_t wanted = static_cast<rlim_t>(options->max_connections) + kOtherDescriptors + open;
+  if (limit.rlim_cur < wanted) {
+    limit.rlim_cur = limit.rlim_max == RLIM_INFINITY ? wanted : std::min(wanted, limit.rlim_max);
+    setrlimit(RLIMIT_NOFILE, &limit);
+    getrlimit(RLIMIT_NOFILE, &limit);
+  }
+  const int fit = HttpServer::ConnectionsWithin(options->max_connections, limit.rlim_cur, open);
+  if (fit == options->max_connections) return;
+  spdlog::warn("http: at most {} connections, not {}: the limit of open files is {} (ulimit -n)", fit,
+               options->max_connections, limit.rlim_cur);
+  options->max_connections = fit;
 }
 
 }  // namespace
@@ -65,7 +84,6 @@ class HttpServer::Impl {
           absl::StrCat("cannot listen on ", options.host, ":", options.port, ": ", ec.message()));
     }
     port_ = acceptor_->local_endpoint(ec).port();
-    RaiseDescriptorLimit(options.max_connections);
     retry_.emplace(context);
     Accept();
     for (const auto& thread : threads_) thread->Start();
@@ -119,7 +137,10 @@ class HttpServer::Impl {
   // Out of descriptors, mostly: trying again at once would only burn time.
   void Retry(ErrorCode why) {
     if (why == asio::error::operation_aborted) return;
-    if (why != asio::error::connection_aborted) spdlog::warn("http: accept: {}", why.message());
+    if (why != asio::error::connection_aborted && Clock::now() >= next_accept_warning_) {
+      next_accept_warning_ = Clock::now() + kAcceptWarningInterval;
+      spdlog::warn("http: accept: {}", why.message());
+    }
     retry_->expires_after(std::chrono::milliseconds(50));
     retry_->async_wait([this](ErrorCode ec) {
       if (!ec && acceptor_->is_open()) Accept();
@@ -130,16 +151,24 @@ class HttpServer::Impl {
   std::vector<std::unique_ptr<HttpIoThread>> threads_;
   std::optional<tcp::acceptor> acceptor_;    // on the first thread
   std::optional<asio::steady_timer> retry_;  // on the first thread
+  Clock::time_point next_accept_warning_;    // on the first thread
   size_t next_ = 0;
   uint16_t port_ = 0;
   bool stopped_ = false;
 };
+
+int HttpServer::ConnectionsWithin(int wanted, uint64_t descriptors, uint64_t open) {
+  const uint64_t left = descriptors > open ? descriptors - open : 0;
+  const uint64_t fit = left - std::min(kOtherDescriptors, (left + 1) / 2);
+  return static_cast<int>(std::clamp<uint64_t>(fit, 1, static_cast<uint64_t>(std::max(wanted, 1))));
+}
 
 HttpServer::HttpServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 HttpServer::~HttpServer() = default;
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(HttpServerOptions options, HttpHandler& handler,
                                                               Offload offload) {
+  FitDescriptorLimit(&options);
   auto impl = std::make_unique<Impl>(std::move(options), handler, std::move(offload));
   absl::Status status = impl->Listen();
   if (!status.ok()) return status;

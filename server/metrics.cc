@@ -247,7 +247,8 @@ Metrics::Metrics(Options options)
       open_files_(ProcessGauge(registry_, "process_open_fds", "Open file descriptors")),
       prefill_tokens_(
           MakeCounter(registry_, "prefill_tokens_total",
-                      "Prompt tokens computed by steps: no cached ones, those computed again after preemption twice")),
+                      "Tokens computed in chunks of more than one: no cached ones, those computed again after "
+                      "preemption twice")),
       requests_accepted_(MakeCounter(registry_, "requests_accepted_total", "Requests that the engine took")),
       rejected_(CounterFamily(registry_, "rejected_total", "Requests that the engine never got, by status code")),
       prompt_tokens_(MakeCounter(registry_, "prompt_tokens_total", "Prompt tokens of accepted requests")),

@@ -116,13 +116,13 @@ absl::StatusOr<std::shared_ptr<const ServedModel>> OpenAiGateway::Model() const 
 
 HttpReply OpenAiGateway::ChatCompletions(const HttpRequest& request, HttpWaker waker) {
   absl::StatusOr<JsonValue> body = ParseBody(request.body);
-  if (!body.ok()) return ErrorResponse(ErrorOf(body.status()));
+  if (!body.ok()) return Generate(body.status(), OpenAiRoute::kChat, request, std::move(waker));
   return Generate(ParseChatRequest(*body, options_), OpenAiRoute::kChat, request, std::move(waker));
 }
 
 HttpReply OpenAiGateway::Completions(const HttpRequest& request, HttpWaker waker) {
   absl::StatusOr<JsonValue> body = ParseBody(request.body);
-  if (!body.ok()) return ErrorResponse(ErrorOf(body.status()));
+  if (!body.ok()) return Generate(body.status(), OpenAiRoute::kCompletions, request, std::move(waker));
   return Generate(ParseCompletionRequest(*body, options_), OpenAiRoute::kCompletions, request, std::move(waker));
 }
 
@@ -130,6 +130,7 @@ HttpReply OpenAiGateway::Generate(absl::StatusOr<OpenAiRequest> parsed, OpenAiRo
                                   HttpWaker waker) {
   const std::string request_id = RequestIdOf(request);
   const auto refuse = [&](const absl::Status& status) {
+    service_->CountRefusal(status);
     const std::string field = parsed.ok() ? parsed->max_tokens_field : "max_tokens";
     HttpResponse response = ErrorResponse(ErrorOf(status, route, field, request_id));
     response.headers.emplace_back("x-request-id", request_id);

@@ -1,5 +1,6 @@
 #include "server/http/request_parser.h"
 
+#include <algorithm>
 #include <boost/beast/http/basic_parser.hpp>
 #include <boost/beast/http/error.hpp>
 #include <boost/beast/http/rfc7230.hpp>
@@ -59,11 +60,10 @@ class Parser : public http::basic_parser<true> {
     if (field == http::field::expect && absl::EqualsIgnoreCase(text, "100-continue")) expects_continue = true;
   }
   void on_header_impl(BeastError& ec) override {
-    if (http_1_0) return;
-    for (const auto& [name, value] : request.headers) {
-      if (absl::EqualsIgnoreCase(name, "host")) return;
-    }
-    Refuse(Refusal::kHost, ec);
+    // RFC 9112 3.2: with several hosts, a proxy before us may have looked at another one than we would.
+    const auto hosts = std::count_if(request.headers.begin(), request.headers.end(),
+                                     [](const auto& header) { return absl::EqualsIgnoreCase(header.first, "host"); });
+    if (hosts > 1 || (hosts == 0 && !http_1_0)) Refuse(Refusal::kHost, ec);
   }
   void on_body_init_impl(const boost::optional<uint64_t>&, BeastError&) override {}
   size_t on_body_impl(beast::string_view bytes, BeastError& ec) override { return Keep(bytes, ec); }
@@ -119,7 +119,7 @@ void HttpRequestParser::Impl::Fail(const BeastError& ec) {
     case Refusal::kTarget:
       return Fail(400, "the request target has a malformed percent escape");
     case Refusal::kHost:
-      return Fail(400, "the request has no Host header");
+      return Fail(400, "the request needs exactly one Host header");
     case Refusal::kNone:
       break;
   }

@@ -1,5 +1,6 @@
 #include "server/openai/generation_job.h"
 
+#include "absl/strings/str_cat.h"
 #include "server/error_details.h"
 #include "server/openai/openai_errors.h"
 #include "spdlog/spdlog.h"
@@ -86,7 +87,7 @@ void GenerationJob::TakeArrivals() {
         retry_.push_back(index);
         continue;
       }
-      Fail(stream.status());
+      Fail(index, stream.status());
       continue;
     }
     prompt.request.reset();
@@ -124,7 +125,7 @@ void GenerationJob::ReadEvents(size_t index) {
       if (finished->status.ok()) {
         writer_->OnFinished(number, std::move(*finished), &out_);
       } else {
-        Fail(finished->status);
+        Fail(index, finished->status);
       }
       return;
     }
@@ -178,9 +179,10 @@ void GenerationJob::StartStream(HttpWriter& writer) {
   writer.StartStream(std::move(head));
 }
 
-void GenerationJob::Fail(const absl::Status& status) {
+void GenerationJob::Fail(size_t index, const absl::Status& status) {
   if (!failure_.ok()) return;
   failure_ = status;
+  failed_prompt_ = index;
   CancelAll();
 }
 
@@ -197,7 +199,8 @@ void GenerationJob::CancelAll() {
 
 void GenerationJob::Finish(HttpWriter& writer) {
   if (!failure_.ok()) {
-    const OpenAiError error = ErrorOf(failure_, reply_.route, max_tokens_field_, request_id_);
+    const std::string prompt = prompts_.size() > 1 ? absl::StrCat("prompt[", failed_prompt_, "]") : "prompt";
+    const OpenAiError error = ErrorOf(failure_, reply_.route, max_tokens_field_, request_id_, prompt);
     if (error.status == 500) spdlog::error("http request={} failed: {}", request_id_, failure_.ToString());
     Log(error.status);
     if (writer.started()) {

@@ -52,7 +52,7 @@ class GenerationJob final : public HttpJob, public std::enable_shared_from_this<
   // Reads the events that wait in a prompt's stream.
   void ReadEvents(size_t index);
   void StartStream(HttpWriter& writer);
-  void Fail(const absl::Status& status);
+  void Fail(size_t index, const absl::Status& status);
   void Finish(HttpWriter& writer);
   void CancelAll();
   void Log(int status) const;
@@ -77,6 +77,7 @@ class GenerationJob final : public HttpJob, public std::enable_shared_from_this<
   RequestUsage usage_;  // for the log
   std::string out_;     // body text that waits
   absl::Status failure_;
+  size_t failed_prompt_ = 0;
 
   std::mutex mutex_;
   std::vector<Arrival> arrivals_;  // guarded by mutex_

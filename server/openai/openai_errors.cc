@@ -27,13 +27,13 @@ std::string_view FirstIndex(std::string_view rest) {
 }
 
 // GenerationSpec's path -> the name that this route's clients know.
-std::string ParamOf(std::string_view path, OpenAiRoute route, std::string_view max_tokens_field) {
+std::string ParamOf(std::string_view path, OpenAiRoute route, std::string_view max_tokens_field,
+                    std::string_view prompt) {
   const bool chat = route == OpenAiRoute::kChat;
-  if (path == "input" || path == "chat") return chat ? "messages" : "prompt";
+  if (path == "input" || path == "chat") return chat ? "messages" : std::string(prompt);
   if (Strip("chat.", &path)) return std::string(path);
-  if (path == "prompt" || path == "prompt.segments[0].text") return "prompt";
-  if (path.starts_with("prompt.segments")) return "prompt";
-  if (Strip("tokens.ids", &path)) return absl::StrCat("prompt", std::string(FirstIndex(path)));
+  if (path == "prompt" || path.starts_with("prompt.segments")) return std::string(prompt);
+  if (Strip("tokens.ids", &path)) return absl::StrCat(std::string(prompt), std::string(FirstIndex(path)));
   if (Strip("sampling.", &path)) return std::string(path.substr(0, path.find('[')));
   if (path == "stopping.max_new_tokens") return std::string(max_tokens_field);
   if (path == "stopping.min_new_tokens") return "min_tokens";
@@ -86,6 +86,9 @@ const char* TypeOf(int status) {
       return "permission_error";
     case 429:
       return "rate_limit_error";
+    case 501:
+    case 505:
+      return "invalid_request_error";
     case 504:
       return "timeout";
     default:
@@ -106,7 +109,7 @@ std::string Shorten(std::string text) {
 }  // namespace
 
 OpenAiError ErrorOf(const absl::Status& status, OpenAiRoute route, std::string_view max_tokens_field,
-                    std::string_view request_id) {
+                    std::string_view request_id, std::string_view prompt) {
   OpenAiError error;
   error.status = HttpStatusOf(status.code());
   error.type = TypeOf(error.status);
@@ -120,12 +123,12 @@ OpenAiError ErrorOf(const absl::Status& status, OpenAiRoute route, std::string_v
   error.message = std::string(status.message());
   error.code = CodeOf(details);
   if (!details.fields.empty()) {
-    error.param = ParamOf(details.fields[0].path, route, max_tokens_field);
+    error.param = ParamOf(details.fields[0].path, route, max_tokens_field, prompt);
     error.message = error.code == "context_length_exceeded" || error.code == "model_not_found"
                         ? error.message
                         : absl::StrCat(error.param, ": ", details.fields[0].description);
   } else if (status.code() == absl::StatusCode::kFailedPrecondition) {
-    error.param = ParamOf("input", route, max_tokens_field);
+    error.param = ParamOf("input", route, max_tokens_field, prompt);
   } else {
     error.param = FieldErrorPath(status);
   }
@@ -167,7 +170,10 @@ HttpResponse ErrorResponse(int status, std::string_view message, std::string_vie
   error.type = TypeOf(status);
   error.code = code;
   if (status == 503) error.retry_after_seconds = 1;
-  return ErrorResponse(error);
+  HttpResponse response = ErrorResponse(error);
+  // Clients repeat every 5xx, and these stay as they are.
+  if (status == 501 || status == 505) response.headers.emplace_back("x-should-retry", "false");
+  return response;
 }
 
 }  // namespace k3

@@ -20,9 +20,10 @@ struct OpenAiError {
 };
 
 // What a status of the common path means for a client of this route. Paths of GenerationSpec become the names that the
-// route's clients use. An internal error tells the request id only.
+// route's clients use; `prompt` is the completion route's name of the one that failed, "prompt[3]" in a batch. An
+// internal error tells the request id only.
 OpenAiError ErrorOf(const absl::Status& status, OpenAiRoute route, std::string_view max_tokens_field,
-                    std::string_view request_id);
+                    std::string_view request_id, std::string_view prompt = "prompt");
 // For routes without a token limit and errors found before the route is known.
 OpenAiError ErrorOf(const absl::Status& status);
 

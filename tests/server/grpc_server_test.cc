@@ -284,6 +284,12 @@ TEST(GrpcServerTest, EveryRefusalHasItsCodeAndDetails) {
   spec.mutable_chat()->mutable_messages(0)->add_content()->mutable_media()->set_mime_type("image/png");
   EXPECT_EQ(Stream(stub, spec).status.error_code(), grpc::StatusCode::UNIMPLEMENTED);
   EXPECT_EQ(FieldOf(Stream(stub, pb::GenerationSpec()).status), "spec.input");
+  spec = ChatSpec("x");
+  spec.mutable_chat()->mutable_tool_choice()->set_mode(static_cast<pb::ToolChoiceMode>(99));
+  EXPECT_EQ(FieldOf(Stream(stub, spec).status), "spec.chat.tool_choice.mode");
+  spec = ChatSpec("x");
+  spec.mutable_reasoning()->set_effort(static_cast<pb::Effort>(99));
+  EXPECT_EQ(FieldOf(Stream(stub, spec).status), "spec.reasoning.effort");
 
   // A large bad value does not make a large error.
   spec = TokenSpec(3, 5);

@@ -242,6 +242,8 @@ TEST_F(HttpServerTest, MalformedRequestsAreRefusedAndTheConnectionCloses) {
   const std::pair<std::string, int> cases[] = {
       {"nonsense\r\n\r\n", 400},
       {"GET /echo HTTP/1.1\r\n\r\n", 400},  // no Host
+      {"GET /echo HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400},
+      {"GET /echo HTTP/1.0\r\nHost: a\r\nhost: a\r\n\r\n", 400},
       {"GET /echo HTTP/3.0\r\nHost: x\r\n\r\n", 505},
       {"GET /echo%zz HTTP/1.1\r\nHost: x\r\n\r\n", 400},
       {"GET /echo%2 HTTP/1.1\r\nHost: x\r\n\r\n", 400},
@@ -538,6 +540,16 @@ TEST_F(HttpServerTest, TooManyConnectionsGetA503) {
   auto reply = c.ReadReply();
   ASSERT_TRUE(reply);
   EXPECT_EQ(reply->status, 503);
+}
+
+TEST(HttpServerLimitsTest, ConnectionsLeaveDescriptorsForTheRest) {
+  EXPECT_EQ(HttpServer::ConnectionsWithin(16384, 1 << 20, 20), 16384);
+  EXPECT_EQ(HttpServer::ConnectionsWithin(16384, 16384 + 1024 + 20, 20), 16384);
+  EXPECT_EQ(HttpServer::ConnectionsWithin(16384, 4096, 20), 4096 - 20 - 1024);
+  EXPECT_EQ(HttpServer::ConnectionsWithin(16384, 64, 24), 20) << "half of what is left";
+  EXPECT_EQ(HttpServer::ConnectionsWithin(10, 64, 24), 10);
+  EXPECT_EQ(HttpServer::ConnectionsWithin(16384, 64, 64), 1);
+  EXPECT_EQ(HttpServer::ConnectionsWithin(16384, 8, 24), 1);
 }
 
 TEST_F(HttpServerTest, DrainFinishesAnswersAndStopEndsTheRest) {

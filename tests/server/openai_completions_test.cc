@@ -106,9 +106,16 @@ TEST_F(OpenAiCompletionsTest, ABatchLargerThanTheQueueFinishes) {
 
 TEST_F(OpenAiCompletionsTest, OneBadPromptRefusesTheBatch) {
   server_.ForceText("ok");
-  const OpenAiReply reply = server_.Post(kCompletions, {{"prompt", Json::parse("[[1,2],[3,4096]]")}});
+  const OpenAiReply reply = server_.Post(kCompletions, {{"prompt", Json::parse("[[1,2],[3],[4096]]")}});
   EXPECT_EQ(reply.status, 400);
-  EXPECT_EQ(reply.Param(), "prompt[1]");
+  EXPECT_EQ(reply.Param(), "prompt[2][0]") << "the prompt, then the token in it";
+  EXPECT_EQ(server_.Post(kCompletions, {{"prompt", Json::parse("[3,4096]")}}).Param(), "prompt[1]");
+  OpenAiServer::Options options;
+  options.engine.limits.max_model_len = 20;
+  OpenAiServer small(options);
+  small.ForceText("ok");
+  const Json lengths = {{"prompt", {std::vector<int>(4, 7), std::vector<int>(40, 7)}}, {"max_tokens", 1}};
+  EXPECT_EQ(small.Post(kCompletions, lengths).Param(), "prompt[1]");
   EXPECT_TRUE(server_.NothingLeaked());
   for (const char* prompt :
        {"[1,\"a\"]", "[\"a\",1]", "[[1],\"a\"]", "[[1],2]", "[1,-1]", "[1.5]", "[null]", "{}", "true", "5"}) {

@@ -57,6 +57,26 @@ class OpenAiRequestTest : public ::testing::Test {
   OpenAiServer server_;
 };
 
+// B49: what a client was refused is counted, whichever layer saw it.
+TEST_F(OpenAiRequestTest, EveryRefusalIsCountedOnce) {
+  const auto counted = [this](const std::string& reason) {
+    const std::string page = server_.metrics().Render();
+    const std::string name = "k3serve_rejected_total{reason=\"" + reason + "\"} ";
+    const size_t at = page.find(name);
+    return at == std::string::npos ? -1 : std::stoi(page.substr(at + name.size()));
+  };
+  EXPECT_EQ(counted("invalid_argument"), 0);
+  server_.PostText(kChat, "{");
+  EXPECT_EQ(counted("invalid_argument"), 1) << "no JSON";
+  server_.Post(kChat, ChatBody({{"temperature", "hot"}}));
+  EXPECT_EQ(counted("invalid_argument"), 2) << "a field of the route";
+  server_.Post(kCompletions, {{"prompt", {5, 4096}}});
+  EXPECT_EQ(counted("invalid_argument"), 3) << "found by the common path";
+  server_.Post(kChat, ChatBody({{"model", "nope"}}));
+  EXPECT_EQ(counted("not_found"), 1);
+  EXPECT_EQ(counted("invalid_argument"), 3);
+}
+
 // B27
 TEST_F(OpenAiRequestTest, MalformedMessages) {
   const std::pair<const char*, const char*> cases[] = {

@@ -4,6 +4,7 @@
 #include <fstream>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "server/text/json_parser.h"
 #include "tests/testing/openai_server.h"
@@ -78,6 +79,22 @@ TEST(OpenAiRoutesTest, Models) {
   const OpenAiReply unknown = server.Get("/v1/models/org");
   EXPECT_EQ(unknown.status, 404);
   EXPECT_EQ(unknown.Code(), "model_not_found");
+}
+
+// A client library repeats a 5xx unless it is told not to.
+TEST(OpenAiRoutesTest, WhatHttpItselfDoesNotOfferIsNotRetried) {
+  OpenAiServer server;
+  for (const auto& [head, status] :
+       {std::pair("POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip", 501),
+        std::pair("GET /v1/models HTTP/3.0\r\nHost: x", 505)}) {
+    HttpClient client(server.port());
+    client.Send(std::string(head) + "\r\n\r\n");
+    const auto reply = client.ReadReply();
+    ASSERT_TRUE(reply);
+    EXPECT_EQ(reply->status, status);
+    EXPECT_EQ(reply->Header("x-should-retry"), "false");
+    EXPECT_EQ(Json::parse(reply->body)["error"]["type"], "invalid_request_error");
+  }
 }
 
 TEST(OpenAiRoutesTest, TokenizeAndBack) {
