@@ -115,6 +115,11 @@ absl::Status CheckImplemented(const GenerationRequest& request) {
   if (request.constraint.kind != RequestedConstraint::Kind::kNone) {
     return UnimplementedFeature("constraint", "this server has no structured output");
   }
+  // "required" is told to the model in the prompt; for one named tool the format has no words, so nothing would come of it.
+  if (const auto* chat = std::get_if<ChatRequest>(&request.input);
+      chat != nullptr && chat->options.tool_choice == ToolChoice::kNamed) {
+    return UnimplementedFeature("tool_choice", "this server cannot force one tool by name");
+  }
   if (request.reasoning.token_budget.has_value()) {
     return UnimplementedFeature("reasoning.token_budget", "this server has no separate budget for reasoning");
   }

@@ -524,7 +524,7 @@ TEST_F(HttpServerTest, ManyIdleConnections) {
     ASSERT_TRUE(reply) << i;
     EXPECT_EQ(reply->status, 200);
   }
-  EXPECT_EQ(server_->connections(), 2000);
+  EXPECT_TRUE(WaitConnections(2000));  // the kernel completes connections before the server accepts them
   clients.clear();
   EXPECT_TRUE(WaitConnections(0));
 }
