@@ -255,6 +255,8 @@ absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::StartNow(Gene
   if (!effective.ok()) return effective.status();
   absl::StatusOr<Prompt> prompt = PromptOf(model, request);
   if (!prompt.ok()) return prompt.status();
+  status = CheckForcedTool(request);
+  if (!status.ok()) return status;
   status = ResolveLength(request, static_cast<int64_t>(prompt->ids.size()), limits, &*effective);
   if (!status.ok()) return status;
   return Submit(model, request, *std::move(effective), *std::move(prompt), arrival);

@@ -173,22 +173,20 @@ void CacheManager::Publish(const PrefixKey& key, int32_t pages, uint64_t publish
     }
     ++lease->published;
   }
-  auto keep = lease->snapshots.begin();
-  for (auto it = lease->snapshots.begin(); it != lease->snapshots.end(); ++it) {
-    const int32_t index = it->position / page_size_ - 1;
-    if (index >= lease->published && !lease->unpublishable) {
-      *keep++ = *it;
-      continue;
-    }
-    K3_CHECK(it->taken);
+  // Every snapshot lies within what was computed, hence within what was just published.
+  for (const PendingSnapshot& snapshot : lease->snapshots) {
+    K3_CHECK(snapshot.taken);
+    const int32_t index = snapshot.position / page_size_ - 1;
+    K3_CHECK(index < lease->published || lease->unpublishable);
     const PageId holder = index < lease->published ? lease->pages[static_cast<size_t>(index)] : PageId{};
     if (holder.valid() && cache_.Contains(holder) && !cache_.SnapshotOf(holder).valid()) {
-      cache_.AttachSnapshot(holder, it->slot, {key.hashes[static_cast<size_t>(index)], it->position, layout_tag_});
+      cache_.AttachSnapshot(holder, snapshot.slot,
+                            {key.hashes[static_cast<size_t>(index)], snapshot.position, layout_tag_});
     } else {
-      states_.Release(it->slot);
+      states_.Release(snapshot.slot);
     }
   }
-  lease->snapshots.erase(keep, lease->snapshots.end());
+  lease->snapshots.clear();
 }
 
 void CacheManager::StepDone() {

@@ -105,13 +105,13 @@ bool RowsAligned(const KdaParams& p, int64_t elements) {
 }
 
 template <typename T, typename StateT>
-void Step(const KdaParams& p, int max_tokens, cudaStream_t queue) {
+void Step(const Device& device, const KdaParams& p, int max_tokens, cudaStream_t queue) {
+  const int64_t items = static_cast<int64_t>(p.batch->num_sequences) * p.heads;
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(p.heads * kStepBlocks), static_cast<unsigned>(p.batch->num_sequences));
+  shape.grid = dim3(static_cast<unsigned>(std::min<int64_t>(items, device.multiprocessors)));
   shape.block = dim3(kStepThreads);
-  shape.shared = sizeof(KdaStepShared);
-  shape.cluster = kStepBlocks;
-  Launch(&KdaStepKernel<T, StateT>, shape, queue, "KdaStep", p, *p.batch, max_tokens, RowsAligned(p, 4));
+  shape.shared = sizeof(KdaStepShared<StateT>);
+  Launch(&KdaStepKernel<T, StateT>, shape, queue, "KdaStep", p, *p.batch, max_tokens);
 }
 
 template <typename T, typename StateT>
@@ -189,12 +189,12 @@ void KdaOfState(const Device& device, const KdaParams& p, cudaStream_t queue) {
   if (!HasFastPath(p)) {
     return device.act == DType::kBF16 ? Any<bf16, StateT>(p, queue) : Any<float, StateT>(p, queue);
   }
-  if (device.act == DType::kF32) return Step<float, StateT>(p, 1 << 30, queue);
+  if (device.act == DType::kF32) return Step<float, StateT>(device, p, 1 << 30, queue);
   Chunked<StateT>(device, p, queue);
   const SequenceBatch& batch = *p.batch;
   for (int s = 0; s < batch.num_sequences; ++s) {
     if (batch.host_token_begin[s + 1] - batch.host_token_begin[s] <= kStepLimit)
-      return Step<bf16, StateT>(p, kStepLimit, queue);
+      return Step<bf16, StateT>(device, p, kStepLimit, queue);
   }
 }
 

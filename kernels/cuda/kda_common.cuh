@@ -17,6 +17,14 @@ __device__ __forceinline__ float KdaLogDecay(const KdaParams& p, float rate, flo
   return -rate * (z > 20.0f ? z : log1pf(expf(z)));
 }
 
+// The same with the fast functions; a slow decay keeps its relative accuracy, for memory over a million tokens.
+__device__ __forceinline__ float KdaLogDecayFast(const KdaParams& p, float rate, float z) {
+  if (p.gate_kind == KdaGate::kBounded) return __fdividef(p.gate_lower_bound, 1.0f + __expf(-rate * z));
+  const float e = __expf(z);
+  const float softplus = e < 0.02f ? e * (1.0f - e * (0.5f - e * 0.33333333f)) : __logf(1.0f + e);
+  return -rate * (z > 20.0f ? z : softplus);
+}
+
 __device__ __forceinline__ char* KdaConvSlot(const KdaParams& p, int slot) {
   return static_cast<char*>(p.conv_state) + slot * p.slot_stride;
 }

@@ -5,237 +5,255 @@
 // The fused KDA step for sequences of few tokens: convolution, norms, gates, recurrence and gated norm in one launch,
 // the state read once and written once, in place.
 //
-// A cluster of four blocks owns a (sequence, head); each block owns 32 value columns, so that its 128 x 32 piece of the
-// state lies in registers: thread (row group, column quad) holds 4 rows x 4 columns. Inputs are prepared for up to
-// eight tokens at a time; of each token only the sums over rows go through shared memory, prediction and output
-// together: o = S'^T q = (decayed S)^T q + (k . q) u.
+// An item is a (sequence, head): 64 KiB of consecutive state. Blocks stay resident and take items in turn; the copy
+// engine brings the states of the next two while one is worked on, and takes finished ones back. Within an item thread
+// (warp, lane) holds rows warp + 16 i of columns 4 lane .. 4 lane + 3 in registers, so that of each token only the sums
+// over rows go through shared memory, prediction and output together: o = S'^T q = (decayed S)^T q + (k . q) u.
+// Thread t < 384 prepares channel t of q | k | v, the others the decays; a token's inputs are fetched while the one
+// before is worked on.
 namespace k3::cuda {
 
 constexpr int kStepDim = 128;
-constexpr int kStepBlocks = 4;  // blocks of a cluster
-constexpr int kStepColumns = kStepDim / kStepBlocks;
-constexpr int kStepThreads = 256;
+constexpr int kStepThreads = 512;
 constexpr int kStepWarps = kStepThreads / 32;
-constexpr int kStepTokens = 8;  // prepared together
+constexpr int kStepRows = kStepDim / kStepWarps;  // of a thread
 constexpr int kStepTaps = 4;
+constexpr int kStepStages = 3;
 
+template <typename StateT>
 struct KdaStepShared {
-  float k[kStepTokens][kStepDim];      // normalised
-  float q[kStepTokens][kStepDim];      // normalised and scaled
-  float decay[kStepTokens][kStepDim];  // exp(g)
-  float v[kStepTokens][kStepColumns];
-  float beta[kStepTokens];
-  float partial[2][kStepWarps][kStepColumns / 4][8];  // by token parity: sums over a warp's rows, prediction | output
-  float key_query[2][kStepWarps];
-  float output[kStepTokens][kStepColumns];
-  float square[2][kStepBlocks][kStepTokens];  // sum of squares of the outputs by parity of the token group and block
+  alignas(128) StateT state[kStepStages][kStepDim * kStepDim];
+  float partial[2][kStepWarps][kStepDim];       // prediction | output, over the rows of a warp
+  float q[kStepDim], k[kStepDim], v[kStepDim];  // after the convolution; q and k not yet normalised
+  float decay[kStepDim];                        // exp(g)
+  float u[kStepDim], o[kStepDim];
+  float square[8];  // over the channels of the four warps of q, then of k
+  float output_square[4];
+  float key_query;
+  float beta;
+  uint64_t full[kStepStages];
 };
 
-template <typename T>
-__device__ __forceinline__ void LoadFour(const T* from, bool aligned, float (&out)[4]) {
-  if (aligned) {
-    LoadFloats<4>(from, out);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = ToFloat(from[i]);
-  }
-}
+// What a thread fetches for a token: a channel's window of raw inputs, or for a decay (logit, bias, beta logit, A_log).
+struct KdaStepInput {
+  float x[kStepTaps];
+};
 
-// Convolution and SiLU of four channels at `row`, rounded to T.
-template <typename T>
-__device__ __forceinline__ void ConvFour(const KdaInputs<T>& inputs, const float* taps, int row, int64_t channel,
-                                         bool aligned, float (&out)[4]) {
-  float window[kStepTaps][4];
-#pragma unroll
-  for (int j = 0; j < kStepTaps; ++j) {
-    const T* source = inputs.Row(row - (kStepTaps - 1) + j);
-    if (source != nullptr) {
-      LoadFour(source + channel, aligned, window[j]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) window[j][i] = 0;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float tap[kStepTaps];
-    LoadFloats<kStepTaps>(taps + (channel + i) * kStepTaps, tap);
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < kStepTaps; ++j) sum = fmaf(tap[j], window[j][i], sum);
-    out[i] = Rounded<T>(Silu(sum));
-  }
-}
-
-// Grid (heads * kStepBlocks, sequences) in clusters of kStepBlocks; sequences of more than max_tokens are left alone.
+// Sequences of more than max_tokens are left alone.
 template <typename T, typename StateT>
-__global__ void __launch_bounds__(kStepThreads)
-    KdaStepKernel(KdaParams p, SequenceBatch batch, int max_tokens, bool aligned) {
-  KdaStepShared& s = *DynamicShared<KdaStepShared>();
-  const int sequence = blockIdx.y;
-  const int head = blockIdx.x / kStepBlocks;
-  const int block = blockIdx.x % kStepBlocks;
-  const int begin = batch.token_begin[sequence];
-  const int tokens = batch.token_begin[sequence + 1] - begin;
-  if (tokens < 1 || tokens > max_tokens) return;  // the whole cluster
-  ClusterArrive();
-  const int slot = batch.state_slot[sequence];
-
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int quad = threadIdx.x % 8;
-  const int row_group = threadIdx.x / 8;
-  const int64_t piece = static_cast<int64_t>(head) * kStepDim * kStepDim + block * kStepColumns + quad * 4;
-  float state[4][4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (slot >= 0) {
-      LoadFloats<4>(reinterpret_cast<const StateT*>(KdaStateSlot(p, slot)) + piece + (row_group + 32 * i) * kStepDim,
-                    state[i]);
-    } else {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) state[i][c] = 0;
-    }
-  }
-  const auto store_state = [&](int to) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      StoreFloats<4>(reinterpret_cast<StateT*>(KdaStateSlot(p, to)) + piece + (row_group + 32 * i) * kStepDim,
-                     state[i]);
-    }
-  };
-
-  const KdaInputs<T> inputs = MakeKdaInputs<T>(p, begin, slot);
+__global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, SequenceBatch batch, int max_tokens) {
+  using Shared = KdaStepShared<StateT>;
+  Shared& s = *DynamicShared<Shared>();
+  constexpr uint32_t kStateBytes = kStepDim * kStepDim * sizeof(StateT);
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const int part = tid / kStepDim, c = tid % kStepDim;  // q, k, v, decay
+  const int items = batch.num_sequences * p.heads;
   const int64_t width = static_cast<int64_t>(p.heads) * kStepDim;
-  // Convolution states are written by the block whose channels they are; block 0 has those of q and k.
-  const auto store_conv = [&](int rows, int to) {
-    char* target = KdaConvSlot(p, to);
-    if (block == 0) {
-      StoreConvChannel(inputs, rows, threadIdx.x / kStepDim * width + head * kStepDim + threadIdx.x % kStepDim, target);
+
+  const auto tokens_of = [&](int item) {
+    const int sequence = item / p.heads;
+    return batch.token_begin[sequence + 1] - batch.token_begin[sequence];
+  };
+  // The first item from `item` on that is this block's and short enough.
+  const auto next_item = [&](int item) {
+    while (item < items) {
+      const int tokens = tokens_of(item);
+      if (tokens >= 1 && tokens <= max_tokens) break;
+      item += gridDim.x;
     }
-    if (threadIdx.x < kStepColumns) {
-      StoreConvChannel(inputs, rows, 2 * width + head * kStepDim + block * kStepColumns + threadIdx.x, target);
+    return item;
+  };
+  const auto state_of = [&](int slot, int head) {
+    return reinterpret_cast<StateT*>(KdaStateSlot(p, slot)) + static_cast<int64_t>(head) * kStepDim * kStepDim;
+  };
+  const auto fetch_state = [&](int item, int stage) {  // by one thread
+    if (item >= items) return;
+    const int slot = batch.state_slot[item / p.heads];
+    if (slot < 0) return;
+    BarrierArriveExpect(&s.full[stage], kStateBytes);
+    CopyBulk(s.state[stage], state_of(slot, item % p.heads), kStateBytes, &s.full[stage]);
+  };
+  const auto fetch_input = [&](int item, int token) {
+    KdaStepInput in = {};
+    if (item >= items) return in;
+    const int sequence = item / p.heads, head = item % p.heads;
+    const int begin = batch.token_begin[sequence];
+    const int64_t channel = static_cast<int64_t>(head) * kStepDim + c;
+    if (part < 3) {
+      const KdaInputs<T> inputs = MakeKdaInputs<T>(p, begin, batch.state_slot[sequence]);
+#pragma unroll
+      for (int j = 0; j < kStepTaps; ++j) {
+        const T* row = inputs.Row(token - (kStepTaps - 1) + j);
+        in.x[j] = row != nullptr ? ToFloat(row[part * width + channel]) : 0.0f;
+      }
+    } else {
+      const int64_t row = begin + token;
+      in.x[0] = ToFloat(static_cast<const T*>(p.decay.data)[row * p.decay.ld + channel]);
+      in.x[1] = p.dt_bias[channel];
+      in.x[2] = ToFloat(static_cast<const T*>(p.beta.data)[row * p.beta.ld + head]);
+      in.x[3] = p.a_log[head];
     }
+    return in;
   };
 
-  int snapshot = batch.num_snapshots > 0 ? FirstSnapshot(batch, begin) : 0;
-  for (int first = 0, group = 0; first < tokens; first += kStepTokens, group ^= 1) {
-    const int count = min(kStepTokens, tokens - first);
-    // Per token three pieces of work for a warp: q, k, and the rest.
-    for (int work = warp; work < 3 * count; work += kStepWarps) {
-      const int t = work / 3, row = first + t;
-      const int64_t token = begin + row;
-      if (work % 3 < 2) {
-        float x[4];
-        ConvFour(inputs, p.conv_taps, row, work % 3 * width + head * kStepDim + 4 * lane, aligned, x);
-        float square = 0;
+  int item = next_item(blockIdx.x);
+  if (item >= items) return;
+  int following = next_item(item + gridDim.x);
+  if (tid == 0) {
+    for (int stage = 0; stage < kStepStages; ++stage) BarrierInit(&s.full[stage], 1);
+    BarrierInitFence();
+    fetch_state(item, 0);
+    fetch_state(following, 1);
+  }
+  KdaStepInput input = fetch_input(item, 0);
+  unsigned arrived = 0;  // parity of each stage's next arrival, a bit a stage
+  __syncthreads();
+
+  for (int turn = 0; item < items; ++turn) {
+    const int stage = turn % kStepStages;
+    const int sequence = item / p.heads, head = item % p.heads;
+    const int begin = batch.token_begin[sequence], tokens = tokens_of(item);
+    const int slot = batch.state_slot[sequence];
+    const int after_following = next_item(following + gridDim.x);
+    const int64_t channel = static_cast<int64_t>(head) * kStepDim + c;
+    float tap[kStepTaps] = {};
+    if (part < 3) LoadFloats<kStepTaps>(p.conv_taps + (part * width + channel) * kStepTaps, tap);
+    int snapshot = batch.num_snapshots > 0 ? FirstSnapshot(batch, begin) : 0;
+    float state[kStepRows][4];
+
+    for (int token = 0; token < tokens; ++token) {
+      const bool last = token + 1 == tokens;
+      const KdaStepInput current = input;
+      if (part < 3) {
+        float sum = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) square = fmaf(x[i], x[i], square);
-        float scale = rsqrtf(WarpSum(square) + kL2NormEps);
-        if (work % 3 == 0) scale *= rsqrtf(static_cast<float>(kStepDim));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] *= scale;
-        StoreFloats<4>((work % 3 == 0 ? s.q[t] : s.k[t]) + 4 * lane, x);
+        for (int j = 0; j < kStepTaps; ++j) sum = fmaf(tap[j], current.x[j], sum);
+        sum = Rounded<T>(Silu(sum));
+        (part == 0 ? s.q : part == 1 ? s.k : s.v)[c] = sum;
+        if (part < 2) {
+          const float square = WarpSum(sum * sum);
+          if (lane == 0) s.square[warp] = square;
+        }
       } else {
-        const float rate = expf(p.a_log[head]);
-        float z[4], bias[4];
-        LoadFour(static_cast<const T*>(p.decay.data) + token * p.decay.ld + head * kStepDim + 4 * lane, aligned, z);
-        LoadFloats<4>(p.dt_bias + head * kStepDim + 4 * lane, bias);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) z[i] = expf(KdaLogDecay(p, rate, z[i] + bias[i]));
-        StoreFloats<4>(s.decay[t] + 4 * lane, z);
-        if (lane < kStepColumns / 4) {
-          float v[4];
-          ConvFour(inputs, p.conv_taps, row, 2 * width + head * kStepDim + block * kStepColumns + 4 * lane, aligned, v);
-          StoreFloats<4>(s.v[t] + 4 * lane, v);
-        }
-        if (lane == 0) s.beta[t] = Sigmoid(ToFloat(static_cast<const T*>(p.beta.data)[token * p.beta.ld + head]));
+        s.decay[c] = expf(KdaLogDecay(p, expf(current.x[3]), current.x[0] + current.x[1]));
+        if (c == 0) s.beta = Sigmoid(current.x[2]);
       }
-    }
-    __syncthreads();
-
-    for (int t = 0; t < count; ++t) {
-      const int parity = t % 2;
-      float sums[8] = {};
-      float key_query = 0;
-      float k[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = row_group + 32 * i;
-        k[i] = s.k[t][r];
-        const float q = s.q[t][r], decay = s.decay[t][r];
-        key_query = fmaf(k[i], q, key_query);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          state[i][c] *= decay;
-          sums[c] = fmaf(state[i][c], k[i], sums[c]);
-          sums[4 + c] = fmaf(state[i][c], q, sums[4 + c]);
-        }
-      }
-#pragma unroll
-      for (int offset = 8; offset < 32; offset *= 2) {
-#pragma unroll
-        for (int c = 0; c < 8; ++c) sums[c] += __shfl_xor_sync(kAllLanes, sums[c], offset);
-        key_query += __shfl_xor_sync(kAllLanes, key_query, offset);
-      }
-      if (lane < 8) StoreFloats<8>(s.partial[parity][warp][lane], sums);
-      if (lane == 0) s.key_query[parity][warp] = key_query;
+      input = last ? fetch_input(following, 0) : fetch_input(item, token + 1);
+      float gate = 0;
+      if (part == 0) gate = ToFloat(static_cast<const T*>(p.gate.data)[(begin + token) * p.gate.ld + channel]);
       __syncthreads();
-      float u[4] = {}, o[4] = {};
-      key_query = 0;
-#pragma unroll
-      for (int w = 0; w < kStepWarps; ++w) {
-        LoadFloats<8>(s.partial[parity][w][quad], sums);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          u[c] += sums[c];
-          o[c] += sums[4 + c];
-        }
-        key_query += s.key_query[parity][w];
-      }
-      const float beta = s.beta[t];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        u[c] = beta * (s.v[t][4 * quad + c] - u[c]);
-        o[c] = fmaf(key_query, u[c], o[c]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) state[i][c] = fmaf(k[i], u[c], state[i][c]);
-      }
-      if (row_group == 0) StoreFloats<4>(s.output[t] + 4 * quad, o);
-      for (; snapshot < batch.num_snapshots && batch.snapshot_row[snapshot] == begin + first + t; ++snapshot) {
-        store_state(batch.snapshot_slot[snapshot]);
-        store_conv(first + t + 1, batch.snapshot_slot[snapshot]);
-      }
-    }
-    __syncthreads();
 
-    // Gated norm: warp t finishes token t of the group.
-    float o = 0;
-    if (first == 0) ClusterWait();  // the other blocks run, so their shared memory may be written
-    if (warp < count) {
-      o = s.output[warp][lane];
-      const float square = WarpSum(o * o);
-      if (lane < kStepBlocks) *InBlock(&s.square[group][block][warp], lane) = square;
-    }
-    ClusterArrive();
-    ClusterWait();
-    if (warp < count) {
-      float square = 0;
+      if (token == 0) {
+        if (slot >= 0) {
+          BarrierWait(&s.full[stage], arrived >> stage & 1);
+          arrived ^= 1u << stage;
+        }
 #pragma unroll
-      for (int b = 0; b < kStepBlocks; ++b) square += s.square[group][b][warp];
-      const int64_t token = begin + first + warp;
-      const int64_t column = head * kStepDim + block * kStepColumns + lane;
-      const float gate = Sigmoid(ToFloat(static_cast<const T*>(p.gate.data)[token * p.gate.ld + column]));
-      const float scale = rsqrtf(square / kStepDim + p.norm_eps);
-      static_cast<T*>(p.out.data)[token * p.out.ld + column] =
-          FromFloat<T>(o * scale * p.norm_weight[block * kStepColumns + lane] * gate);
+        for (int i = 0; i < kStepRows; ++i) {
+          if (slot >= 0) {
+            LoadFloats<4>(s.state[stage] + (warp + kStepWarps * i) * kStepDim + 4 * lane, state[i]);
+          } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) state[i][e] = 0;
+          }
+        }
+      }
+      const float scale_q = rsqrtf(s.square[0] + s.square[1] + s.square[2] + s.square[3] + kL2NormEps) *
+                            rsqrtf(static_cast<float>(kStepDim));
+      const float scale_k = rsqrtf(s.square[4] + s.square[5] + s.square[6] + s.square[7] + kL2NormEps);
+      float k[kStepRows], prediction[4] = {}, output[4] = {};
+#pragma unroll
+      for (int i = 0; i < kStepRows; ++i) {
+        const int r = warp + kStepWarps * i;
+        k[i] = s.k[r] * scale_k;
+        const float q = s.q[r] * scale_q, decay = s.decay[r];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          state[i][e] *= decay;
+          prediction[e] = fmaf(state[i][e], k[i], prediction[e]);
+          output[e] = fmaf(state[i][e], q, output[e]);
+        }
+      }
+      StoreFloats<4>(&s.partial[0][warp][4 * lane], prediction);
+      StoreFloats<4>(&s.partial[1][warp][4 * lane], output);
+      __syncthreads();
+
+      if (part < 2) {
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < kStepWarps; ++w) sum += s.partial[part][w][c];
+        if (part == 0) {
+          s.u[c] = s.beta * (s.v[c] - sum);
+        } else {
+          s.o[c] = sum;
+        }
+      } else if (warp == 8) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < kStepDim; i += 32) sum = fmaf(s.k[i + lane] * scale_k, s.q[i + lane] * scale_q, sum);
+        sum = WarpSum(sum);
+        if (lane == 0) s.key_query = sum;
+      }
+      __syncthreads();
+
+      float u[4];
+      LoadFloats<4>(s.u + 4 * lane, u);
+#pragma unroll
+      for (int i = 0; i < kStepRows; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) state[i][e] = fmaf(k[i], u[e], state[i][e]);
+        if (last && slot >= 0) StoreFloats<4>(s.state[stage] + (warp + kStepWarps * i) * kStepDim + 4 * lane, state[i]);
+      }
+      float o = 0;
+      if (part == 0) {
+        o = fmaf(s.key_query, s.u[c], s.o[c]);
+        const float square = WarpSum(o * o);
+        if (lane == 0) s.output_square[warp] = square;
+      }
+      for (; snapshot < batch.num_snapshots && batch.snapshot_row[snapshot] == begin + token; ++snapshot) {
+        const int to = batch.snapshot_slot[snapshot];
+#pragma unroll
+        for (int i = 0; i < kStepRows; ++i) {
+          StoreFloats<4>(state_of(to, head) + (warp + kStepWarps * i) * kStepDim + 4 * lane, state[i]);
+        }
+        if (part < 3) {
+#pragma unroll
+          for (int j = 1; j < kStepTaps; ++j) {
+            reinterpret_cast<T*>(KdaConvSlot(p, to))[(j - 1) * 3 * width + part * width + channel] =
+                FromFloat<T>(current.x[j]);
+          }
+        }
+      }
+      if (last && slot >= 0) {
+        FenceSharedForCopy();
+        // The window of the last token is the new convolution state.
+        if (part < 3) {
+#pragma unroll
+          for (int j = 1; j < kStepTaps; ++j) {
+            reinterpret_cast<T*>(KdaConvSlot(p, slot))[(j - 1) * 3 * width + part * width + channel] =
+                FromFloat<T>(current.x[j]);
+          }
+        }
+      }
+      if (last && tid == 0) {
+        // The stage of the item before last is free once its copy out has read it.
+        CopyBulkOutWaitRead();
+        fetch_state(after_following, (turn + 2) % kStepStages);
+      }
+      __syncthreads();
+      if (last && slot >= 0 && tid == 0) CopyBulkOut(state_of(slot, head), s.state[stage], kStateBytes);
+      if (part == 0) {
+        const float square = s.output_square[0] + s.output_square[1] + s.output_square[2] + s.output_square[3];
+        const float scale = rsqrtf(square / kStepDim + p.norm_eps);
+        static_cast<T*>(p.out.data)[(begin + token) * p.out.ld + channel] =
+            FromFloat<T>(o * scale * p.norm_weight[c] * Sigmoid(gate));
+      }
     }
+    item = following;
+    following = after_following;
   }
-  // All blocks have read the old convolution state by the first cluster barrier.
-  if (slot >= 0) {
-    store_state(slot);
-    store_conv(tokens, slot);
-  }
+  // Shared memory must outlive the copies out of it.
+  if (tid == 0) CopyBulkOutWaitRead();
 }
 
 }  // namespace k3::cuda

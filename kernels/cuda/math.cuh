@@ -117,7 +117,7 @@ __device__ __forceinline__ int BlockScan(int value, int* shared, int& total) {
   return before + value;
 }
 
-__device__ __forceinline__ float Sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
-__device__ __forceinline__ float Silu(float x) { return x / (1.0f + __expf(-x)); }
+__device__ __forceinline__ float Sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+__device__ __forceinline__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 }  // namespace k3::cuda

@@ -69,6 +69,23 @@ __device__ __forceinline__ void CopyBulk(void* shared, const void* global, uint3
                : "memory");
 }
 
+// Orders this thread's earlier writes to shared memory before later bulk copies out of it; a barrier must follow.
+__device__ __forceinline__ void FenceSharedForCopy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The other way, as a group of the issuing thread.
+__device__ __forceinline__ void CopyBulkOut(void* global, const void* shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(SharedAddress(shared)),
+               "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until the thread's bulk copies out have read their shared memory.
+__device__ __forceinline__ void CopyBulkOutWaitRead() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// A barrier of `threads` threads under one of the hardware's 16 numbers; 0 is __syncthreads.
+__device__ __forceinline__ void NamedBarrier(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // --- matrix fragments ---
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned).

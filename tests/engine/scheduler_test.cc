@@ -152,7 +152,11 @@ TEST(SchedulerTest, TheOldestIsNeverPreemptedAndEverybodyEnds) {
   SchedulerHarness harness(config);
   std::vector<Handle> handles;
   for (uint64_t i = 0; i < 12; ++i) handles.push_back(harness.Submit(RandomPrompt(15, i), Endless(150)));
-  harness.Run();
+  for (uint64_t before = 0; harness.Step(); before = harness.Load().preemptions) {
+    if (harness.Load().preemptions == before) continue;
+    // Nobody is admitted in a step that took pages away from somebody.
+    EXPECT_TRUE(harness.plan.ranks[0].zero_slots.empty() && harness.plan.ranks[0].state_copies.empty());
+  }
   EXPECT_GT(harness.Load().preemptions, 5u);
   EXPECT_EQ(handles[0].sink->usage().preemptions, 0);
   for (const Handle& handle : handles) harness.ExpectAlone(handle);
@@ -257,6 +261,37 @@ TEST(SchedulerChoicesTest, AllMayEndWithTheirFirstToken) {
   harness.Run();
   harness.ExpectAlone(handle);
   harness.ExpectIdle();
+}
+
+TEST(SchedulerChoicesTest, ANonFiniteChoiceEndsItsRequestOnce) {
+  for (size_t poisoned = 0; poisoned < 3; ++poisoned) {
+    SchedulerHarness harness(SchedulerHarness::SmallConfig());
+    SamplingParams sampling = Endless(40);
+    sampling.temperature = 1;
+    const std::vector<int32_t> prompt = RandomPrompt(40, 1);
+    const Handle handle = harness.Submit(prompt, sampling, [](Request& r) { r.num_choices = 3; });
+    const Handle other = harness.Submit(RandomPrompt(30, 2), Endless(40));
+    while (handle.sink->tokens(2).size() < 5) ASSERT_TRUE(harness.Step());
+    // Find the choice's slot by what it fed last.
+    const RankPlan& plan = harness.plan.ranks[0];
+    const std::vector<int32_t> tokens = handle.sink->tokens(static_cast<int32_t>(poisoned));
+    for (size_t s = 0; s < plan.context.size(); ++s) {
+      const size_t position = static_cast<size_t>(plan.context[s]);
+      if (position == prompt.size() + tokens.size() - 2 && plan.tokens[s] == tokens[tokens.size() - 2]) {
+        harness.runner.PoisonSlot(0, {plan.state_slot[s]});
+      }
+    }
+    ASSERT_TRUE(harness.Step());
+    EXPECT_EQ(handle.sink->status().code(), absl::StatusCode::kInternal);
+    EXPECT_EQ(harness.Load().nonfinite_rows, 1u);
+    harness.Run();
+    harness.ExpectAlone(other);
+    harness.ExpectIdle();
+    const Handle again = harness.Submit(prompt, sampling);
+    harness.Run();
+    EXPECT_EQ(again.sink->cached_tokens(), 0);
+    harness.ExpectAlone(again);
+  }
 }
 
 TEST(SchedulerChoicesTest, StoppingTheSourceDuringThePromptPassesItOn) {
