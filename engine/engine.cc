@@ -79,8 +79,8 @@ absl::StatusOr<RequestId> Engine::Submit(std::unique_ptr<Request> request) {
     std::lock_guard lock(mutex_);
     const Clock::time_point now = Clock::now();
     // A burst that finds free slots does not wait longer than a step, so it must not fill the queue.
-    const int32_t free_slots = std::max(
-        0, std::min(config_.max_num_seqs, config_.state_slots * config_.data_parallel) - load_.running);
+    const int32_t free_slots =
+        std::max(0, std::min(config_.max_num_seqs, config_.state_slots * config_.data_parallel) - load_.running);
     const int32_t waiting = std::max(0, inbox_submits_ + queued_ - free_slots);
     if (!healthy_) {
       refused = absl::UnavailableError("the engine has failed");

@@ -17,12 +17,12 @@ class LatentProjection;
 // The sequences of one step, packed: sequence s owns rows [token_begin[s], token_begin[s+1]) of every [T, ...] matrix,
 // which are its positions context[s], context[s]+1, ... . Every sequence has at least one token.
 struct SequenceBatch {
-  int32_t num_tokens = 0;                    // T
-  int32_t num_sequences = 0;                 // S
-  const int32_t* token_begin = nullptr;      // [S + 1]
-  const int32_t* context = nullptr;          // [S] tokens of the sequence computed before this step
-  const int32_t* state_slot = nullptr;       // [S] slot of KdaParams' pools; written in place
-  const int32_t* page_table = nullptr;       // [S, page_table_stride] ids into MlaPages; entries past the length unread
+  int32_t num_tokens = 0;                // T
+  int32_t num_sequences = 0;             // S
+  const int32_t* token_begin = nullptr;  // [S + 1]
+  const int32_t* context = nullptr;      // [S] tokens of the sequence computed before this step
+  const int32_t* state_slot = nullptr;   // [S] slot of KdaParams' pools; written in place
+  const int32_t* page_table = nullptr;   // [S, page_table_stride] ids into MlaPages; entries past the length unread
   int64_t page_table_stride = 0;
   const int32_t* sequence_of_token = nullptr;  // [T]
   const int32_t* position = nullptr;           // [T]
@@ -53,9 +53,9 @@ struct LinearParams {
 
 // out[i] = x[row[i]].
 struct GatherRowsParams {
-  MatrixView x;                   // [T, D]
-  const int32_t* row = nullptr;   // [R]
-  MatrixView out;                 // [R, D], x's dtype
+  MatrixView x;                  // [T, D]
+  const int32_t* row = nullptr;  // [R]
+  MatrixView out;                // [R, D], x's dtype
 };
 
 // out = weight * x / sqrt(mean(x^2) + eps), fp32 inside, one rounding (spec 3.0).
@@ -63,7 +63,7 @@ struct RmsNormParams {
   MatrixView x;                   // [T, D] act
   const float* weight = nullptr;  // [D]
   float eps = 0;
-  MatrixView out;                 // [T, D] act; may be x itself
+  MatrixView out;  // [T, D] act; may be x itself
 };
 
 // stream += delta, then out = RmsNorm(stream): the ordinary pre-norm residual of Kimi-Linear. `delta` may be absent.
@@ -72,7 +72,7 @@ struct AddRmsNormParams {
   MatrixView delta;               // [T, D] act, or absent
   const float* weight = nullptr;  // [D]
   float eps = 0;
-  MatrixView out;                 // [T, D] act
+  MatrixView out;  // [T, D] act
 };
 
 // Block attention residuals (spec 3.2), fused with the running-sum update and the next RMSNorm.
@@ -81,18 +81,18 @@ struct AddRmsNormParams {
 //   out = RmsNorm(sum_j a_j bank[j]), the norm applied to the unrounded fp32 mix.
 // With live_block == 0 the mix is the live sum itself.
 struct AttnResMixParams {
-  void* bank = nullptr;           // [live_block + 1][T, D] act, block-major; block j starts at element j * block_stride
+  void* bank = nullptr;  // [live_block + 1][T, D] act, block-major; block j starts at element j * block_stride
   int64_t block_stride = 0;
   int32_t live_block = 0;
-  int64_t rows = 0;               // T
-  int64_t cols = 0;               // D
-  MatrixView delta;               // [T, D] act, or absent
-  bool restart = false;           // the live block holds nothing yet: the sum starts with delta
-  const float* query = nullptr;   // [D] key-norm weight times pseudo-query, folded at load
+  int64_t rows = 0;              // T
+  int64_t cols = 0;              // D
+  MatrixView delta;              // [T, D] act, or absent
+  bool restart = false;          // the live block holds nothing yet: the sum starts with delta
+  const float* query = nullptr;  // [D] key-norm weight times pseudo-query, folded at load
   float mix_eps = 0;
   const float* norm_weight = nullptr;  // [D]
   float norm_eps = 0;
-  MatrixView out;                 // [T, D] act
+  MatrixView out;  // [T, D] act
 };
 
 enum class KdaGate : uint8_t {
@@ -100,22 +100,22 @@ enum class KdaGate : uint8_t {
   kSoftplus,  // g = -exp(A_log) * softplus(z), unbounded below: Kimi-Linear
 };
 
-// Everything of one KDA layer between the input products and the output product (spec 3.3): short convolution with SiLU,
-// l2norm, decay and write-strength gates, delta-rule recurrence on the paged state, gated RMSNorm.
-// For K = V = head_dim = d. State S[k][v] is kept as [H, K, V] fp32 (or BF16, see state_dtype), K-major:
+// Everything of one KDA layer between the input products and the output product (spec 3.3): short convolution with
+// SiLU, l2norm, decay and write-strength gates, delta-rule recurrence on the paged state, gated RMSNorm. For K = V =
+// head_dim = d. State S[k][v] is kept as [H, K, V] fp32 (or BF16, see state_dtype), K-major:
 //   S <- diag(exp(g)) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q.
 struct KdaParams {
   const SequenceBatch* batch = nullptr;
-  int32_t heads = 0;      // H
-  int32_t head_dim = 0;   // d
-  int32_t conv_width = 0; // W, taps per channel; tap W-1 meets the current token
-  MatrixView qkv;         // [T, 3*H*d] act: raw q | k | v before the convolution
-  MatrixView decay;       // [T, H*d] act: f_b(f_a(x)), dt_bias not yet added
-  MatrixView beta;        // [T, H] act: write-strength logits
-  MatrixView gate;        // [T, H*d] act: output-gate logits
-  const float* conv_taps = nullptr;  // [3*H*d, W]
-  const float* dt_bias = nullptr;    // [H*d]
-  const float* a_log = nullptr;      // [H]
+  int32_t heads = 0;                   // H
+  int32_t head_dim = 0;                // d
+  int32_t conv_width = 0;              // W, taps per channel; tap W-1 meets the current token
+  MatrixView qkv;                      // [T, 3*H*d] act: raw q | k | v before the convolution
+  MatrixView decay;                    // [T, H*d] act: f_b(f_a(x)), dt_bias not yet added
+  MatrixView beta;                     // [T, H] act: write-strength logits
+  MatrixView gate;                     // [T, H*d] act: output-gate logits
+  const float* conv_taps = nullptr;    // [3*H*d, W]
+  const float* dt_bias = nullptr;      // [H*d]
+  const float* a_log = nullptr;        // [H]
   const float* norm_weight = nullptr;  // [d]
   KdaGate gate_kind = KdaGate::kBounded;
   float gate_lower_bound = 0;  // kBounded only, in [-5, 0)
@@ -126,7 +126,7 @@ struct KdaParams {
   void* conv_state = nullptr;
   int64_t slot_stride = 0;  // bytes
   DType state_dtype = DType::kF32;
-  MatrixView out;  // [T, H*d] act
+  MatrixView out;           // [T, H*d] act
   void* scratch = nullptr;  // Ops::KdaScratchBytes
 };
 
@@ -146,7 +146,7 @@ struct MlaAppendParams {
   const float* norm_weight = nullptr;  // [latent_dim]
   float norm_eps = 0;                  // --latent-norm-eps
   int32_t latent_dim = 0;
-  int32_t rope_dim = 0;                // never rotated
+  int32_t rope_dim = 0;  // never rotated
   MlaPages pages;
 };
 
@@ -158,13 +158,13 @@ struct MlaAttentionParams {
   int32_t rope_dim = 0;
   int32_t latent_dim = 0;
   int32_t value_dim = 0;
-  MatrixView q;                                   // [T, H * (nope_dim + rope_dim)] act, per head nope then rope
-  const LatentProjection* projection = nullptr;   // kv_b, split per head into key and value parts
-  MatrixView gate;                                // [T, H * value_dim] act logits, or absent
-  float scale = 0;                                // (nope_dim + rope_dim)^-0.5
+  MatrixView q;                                  // [T, H * (nope_dim + rope_dim)] act, per head nope then rope
+  const LatentProjection* projection = nullptr;  // kv_b, split per head into key and value parts
+  MatrixView gate;                               // [T, H * value_dim] act logits, or absent
+  float scale = 0;                               // (nope_dim + rope_dim)^-0.5
   MlaPages pages;
-  MatrixView out;                                 // [T, H * value_dim] act
-  void* scratch = nullptr;                        // Ops::MlaScratchBytes
+  MatrixView out;           // [T, H * value_dim] act
+  void* scratch = nullptr;  // Ops::MlaScratchBytes
 };
 
 enum class Activation : uint8_t {
@@ -182,7 +182,7 @@ struct ActivationSpec {
 struct GatedActivationParams {
   MatrixView gate_up;  // [T, 2*I] act
   ActivationSpec activation;
-  MatrixView out;      // [T, I] act
+  MatrixView out;  // [T, I] act
 };
 
 enum class RouterScore : uint8_t { kSigmoid, kSoftmax };
@@ -193,7 +193,7 @@ struct RouterTopKParams {
   int64_t tokens = 0;
   int32_t experts = 0;
   int32_t top_k = 0;
-  int32_t groups = 1;      // E divides into `groups`; only the best topk_group of them take part
+  int32_t groups = 1;  // E divides into `groups`; only the best topk_group of them take part
   int32_t topk_group = 1;
   const float* bias = nullptr;  // [E] selection only
   RouterScore score = RouterScore::kSigmoid;
@@ -201,27 +201,28 @@ struct RouterTopKParams {
   bool biased_weights = false;  // --kl-router-weights biased
   float scale = 1;
   const int32_t* forced_ids = nullptr;  // [T, top_k] or null: take these, weights still from the own scores (verify)
-  int32_t* ids = nullptr;    // [T, top_k] out, ascending per token
-  float* weights = nullptr;  // [T, top_k] out
+  int32_t* ids = nullptr;               // [T, top_k] out, ascending per token
+  float* weights = nullptr;             // [T, top_k] out
 };
 
 // y[t] = sum over j with ids[t, j] in this rank's experts of weights[t, j] * W2 f(W1 x[t], W3 x[t]).
 // The sum over j runs in ascending expert order in fp32 whatever the batch. Rows without a local expert come out 0.
 struct MoeExpertsParams {
-  MatrixView x;                      // [T, in] act
-  const int32_t* ids = nullptr;      // [T, top_k], ascending per token
-  const float* weights = nullptr;    // [T, top_k]
+  MatrixView x;                    // [T, in] act
+  const int32_t* ids = nullptr;    // [T, top_k], ascending per token
+  const float* weights = nullptr;  // [T, top_k]
   int32_t top_k = 0;
   const ExpertWeights* experts = nullptr;
   ActivationSpec activation;
-  MatrixView out;                    // [T, in] act, or F32 when partial sums are still to be reduced over ranks
-  void* scratch = nullptr;           // Ops::MoeScratchBytes
+  MatrixView out;           // [T, in] act, or F32 when partial sums are still to be reduced over ranks
+  void* scratch = nullptr;  // Ops::MoeScratchBytes
 };
 
 // Sampling of R rows. Order of operations on a row's logits z (fp32):
 //   1. finite check: any NaN or +inf, or nothing above -inf, marks the row kNonFinite and gives no token;
 //   2. log-probabilities (token and top) are log_softmax of the raw z;
-//   3. logit edits, in the order of their kinds below; 4. mask of allowed ids; 5. temperature; 6. top-k; 7. top-p; 8. min-p;
+//   3. logit edits, in the order of their kinds below; 4. mask of allowed ids; 5. temperature; 6. top-k; 7. top-p; 8.
+//   min-p;
 //   9. draw by inverse transform of `uniform` over the kept ids in ascending id order; temperature 0 takes the arg-max,
 //      ties to the lowest id.
 enum class SampleStatus : int32_t { kOk = 0, kNonFinite = 1, kNothingAllowed = 2 };
@@ -241,25 +242,25 @@ struct LogitEdit {
 
 // Per-row parameters, packed so that one upload carries them.
 struct SampleRow {
-  float temperature = 0;         // 0 = greedy
-  float top_p = 1;               // (0, 1]
-  float min_p = 0;               // [0, 1)
-  int32_t top_k = 0;             // 0 = off
-  float presence_penalty = 0;    // z -= presence (count > 0), z -= frequency * count
+  float temperature = 0;       // 0 = greedy
+  float top_p = 1;             // (0, 1]
+  float min_p = 0;             // [0, 1)
+  int32_t top_k = 0;           // 0 = off
+  float presence_penalty = 0;  // z -= presence (count > 0), z -= frequency * count
   float frequency_penalty = 0;
   float repetition_penalty = 1;  // count > 0 or in_prompt: z > 0 ? z / r : z * r, before the other two
   float uniform = 0;             // [0, 1), from the engine's counter-based stream (seed, choice, position)
   int32_t edit_begin = 0;        // this row's slice of `edits`, kPenalty entries first
   int32_t edit_end = 0;
-  int32_t mask_row = -1;         // row of `allowed_mask`, or -1
-  int32_t top_logprobs = 0;      // how many of the best raw log-probabilities to return, <= max_top_logprobs
-  int32_t logprob_of = -1;       // also return the log-probability of this id (prompt log-probabilities); -1: of the chosen
-  int32_t draw = 1;              // 0: log-probabilities only, no token
+  int32_t mask_row = -1;     // row of `allowed_mask`, or -1
+  int32_t top_logprobs = 0;  // how many of the best raw log-probabilities to return, <= max_top_logprobs
+  int32_t logprob_of = -1;   // also return the log-probability of this id (prompt log-probabilities); -1: of the chosen
+  int32_t draw = 1;          // 0: log-probabilities only, no token
 };
 
 struct SampleParams {
-  MatrixView logits;                       // [R, V] F32; may be overwritten
-  const SampleRow* rows = nullptr;         // [R]
+  MatrixView logits;                // [R, V] F32; may be overwritten
+  const SampleRow* rows = nullptr;  // [R]
   const LogitEdit* edits = nullptr;
   const uint32_t* allowed_mask = nullptr;  // [mask rows, ceil(V/32)], bit set = allowed
   int32_t max_top_logprobs = 0;            // stride of the two top arrays below

@@ -14,8 +14,8 @@
 
 namespace k3 {
 
-// Weights in the form in which a backend multiplies by them (packed panels on the CPU, a plain or re-tiled matrix on the
-// GPU). Immutable once made, safe to read from any thread, owned by whoever holds the pointer.
+// Weights in the form in which a backend multiplies by them (packed panels on the CPU, a plain or re-tiled matrix on
+// the GPU). Immutable once made, safe to read from any thread, owned by whoever holds the pointer.
 class LinearWeight {
  public:
   virtual ~LinearWeight() = default;
@@ -90,8 +90,8 @@ class Ops {
   virtual std::unique_ptr<LinearWeight> MakeLinear(std::span<const HostTensor> parts) = 0;
   virtual std::unique_ptr<ExpertWeights> MakeExperts(int32_t first, std::span<const HostExpert> experts) = 0;
   // kv_b [heads * (nope + value), latent], per head nope rows then value rows.
-  virtual std::unique_ptr<LatentProjection> MakeLatentProjection(const HostTensor& kv_b, int32_t heads, int32_t nope_dim,
-                                                                 int32_t value_dim) = 0;
+  virtual std::unique_ptr<LatentProjection> MakeLatentProjection(const HostTensor& kv_b, int32_t heads,
+                                                                 int32_t nope_dim, int32_t value_dim) = 0;
   // An embedding table for Embed. The CPU backend keeps pointing into the (mapped) host tensor.
   virtual MatrixView MakeTable(const HostTensor& table) = 0;
   // A small vector as fp32 in device memory, owned by the Ops object.

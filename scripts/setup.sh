@@ -5,9 +5,9 @@ set -euo pipefail
 packages=(
   g++ cmake ninja-build ccache pkg-config git ca-certificates
   libgrpc++-dev libgrpc-dev libprotobuf-dev libprotoc-dev protobuf-compiler protobuf-compiler-grpc
-  libabsl-dev libspdlog-dev nlohmann-json3-dev libtomlplusplus-dev libcli11-dev
+  libabsl-dev libspdlog-dev nlohmann-json3-dev libtomlplusplus-dev
   libboost-dev libpcre2-dev libssl-dev prometheus-cpp-dev
-  libgtest-dev libgmock-dev libbenchmark-dev
+  libgtest-dev libgmock-dev python3
 )
 
 missing=()

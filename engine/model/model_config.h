@@ -14,14 +14,14 @@ enum class LayerKind : uint8_t { kKda, kMla };
 // The shape of a K3 or Kimi-Linear text model, from config.json (spec 1). Immutable. Field names follow the file where
 // it has them.
 struct ModelConfig {
-  std::string model_type;          // outermost "model_type": kimi_k3 or kimi_linear
-  std::string tensor_prefix;       // "language_model." for K3, "" for Kimi-Linear
-  bool has_vision = false;         // vision tensors are skipped
+  std::string model_type;     // outermost "model_type": kimi_k3 or kimi_linear
+  std::string tensor_prefix;  // "language_model." for K3, "" for Kimi-Linear
+  bool has_vision = false;    // vision tensors are skipped
 
   int64_t vocab_size = 0;
   int64_t hidden_size = 0;
   int32_t num_hidden_layers = 0;
-  int64_t intermediate_size = 0;   // dense MLP
+  int64_t intermediate_size = 0;  // dense MLP
   float rms_norm_eps = 1e-5f;
   bool tie_word_embeddings = false;
   int64_t max_position_embeddings = 0;  // or model_max_length
@@ -29,29 +29,29 @@ struct ModelConfig {
   int32_t eos_token_id = -1;
   int32_t pad_token_id = -1;
 
-  std::vector<LayerKind> layers;   // [num_hidden_layers], from the 1-based lists
+  std::vector<LayerKind> layers;  // [num_hidden_layers], from the 1-based lists
 
   // KDA
   int32_t kda_heads = 0;
-  int32_t kda_head_dim = 0;        // K = V
-  int32_t conv_width = 0;          // short_conv_kernel_size
+  int32_t kda_head_dim = 0;  // K = V
+  int32_t conv_width = 0;    // short_conv_kernel_size
   KdaGate kda_gate = KdaGate::kSoftplus;
-  float gate_lower_bound = 0;      // kBounded only
+  float gate_lower_bound = 0;  // kBounded only
   bool use_full_rank_gate = false;
 
   // MLA
   int32_t num_attention_heads = 0;
-  int64_t q_lora_rank = 0;         // 0: a single q_proj
+  int64_t q_lora_rank = 0;  // 0: a single q_proj
   int32_t kv_lora_rank = 0;
   int32_t qk_nope_head_dim = 0;
-  int32_t qk_rope_head_dim = 0;    // never rotated
+  int32_t qk_rope_head_dim = 0;  // never rotated
   int32_t v_head_dim = 0;
   bool mla_use_output_gate = false;
-  float latent_norm_eps = 1e-6f;   // not in the file: --latent-norm-eps
+  float latent_norm_eps = 1e-6f;  // not in the file: --latent-norm-eps
 
   // MLP and MoE
   ActivationSpec activation;
-  int32_t num_experts = 0;         // 0: dense everywhere
+  int32_t num_experts = 0;  // 0: dense everywhere
   int32_t num_experts_per_token = 0;
   int32_t num_shared_experts = 0;
   int64_t moe_intermediate_size = 0;
@@ -64,8 +64,8 @@ struct ModelConfig {
   int32_t num_expert_group = 1;
   int32_t topk_group = 1;
   float routed_scaling_factor = 1.0f;
-  bool biased_router_weights = false;     // not in the file: --kl-router-weights
-  bool mxfp4_experts = false;             // quantization_config is mxfp4-pack-quantized
+  bool biased_router_weights = false;  // not in the file: --kl-router-weights
+  bool mxfp4_experts = false;          // quantization_config is mxfp4-pack-quantized
 
   // Residuals
   int32_t attn_res_block_size = 0;  // 0: plain residuals

@@ -16,8 +16,9 @@ struct HostTensor {
   const void* data = nullptr;
   DType dtype = DType::kF32;
   std::vector<int64_t> shape;
-  int64_t row_stride = 0;  // 2-D only: elements between row starts, 0 = contiguous; a column shard has row_stride > cols
-  std::string name;        // for error messages
+  int64_t row_stride =
+      0;             // 2-D only: elements between row starts, 0 = contiguous; a column shard has row_stride > cols
+  std::string name;  // for error messages
   float random_stddev = 0;
   uint64_t random_seed = 0;
 
@@ -29,8 +30,8 @@ struct HostTensor {
   size_t bytes() const { return static_cast<size_t>(elements()) * SizeOf(dtype); }
 };
 
-// A matrix in device memory that someone else owns: `rows` x `cols`, row i starts at element i * ld. A column slice of a
-// wider matrix is again a MatrixView. A null `data` means "absent" where a parameter struct allows it.
+// A matrix in device memory that someone else owns: `rows` x `cols`, row i starts at element i * ld. A column slice of
+// a wider matrix is again a MatrixView. A null `data` means "absent" where a parameter struct allows it.
 struct MatrixView {
   void* data = nullptr;
   DType dtype = DType::kF32;
