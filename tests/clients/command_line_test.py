@@ -1,0 +1,118 @@
+"""The k3serve program as a shell sees it: exit codes, messages, help, generate, logs, signals. Standard library only."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import unittest
+
+from running_server import RunningServer, main
+
+
+def run(*args, env=None, timeout=60):
+    return subprocess.run([BINARY, *args], capture_output=True, text=True, timeout=timeout,
+                          env={**os.environ, **(env or {})})
+
+
+class ExitCodesTest(unittest.TestCase):
+    def test_usage(self):
+        for args in ([], ["serv"], ["serve"], ["serve", MODEL, "--prot", "1"], ["serve", MODEL, "--device", "tpu"],
+                     ["serve", MODEL, "--port", "off", "--grpc-port", "off"], ["generate", "--temperature", "x", "hi"],
+                     ["plan"], ["verify", MODEL], ["version", "--all"]):
+            self.assertEqual(run(*args).returncode, 2, args)
+        self.assertIn("did you mean --port?", run("serve", MODEL, "--prot", "1").stderr)
+
+    def test_help_and_version(self):
+        for args in (["--help"], ["serve", "--help"], ["generate", "--help"], ["plan", "--help"], ["version"]):
+            result = run(*args)
+            self.assertEqual(result.returncode, 0, args)
+            self.assertTrue(result.stdout)
+
+    def test_print_config(self):
+        result = run("serve", MODEL, "--grpc-port", "7", "--print-config", env={"K3SERVE_PORT": "8"})
+        self.assertEqual(result.returncode, 0)
+        self.assertIn("grpc-port = 7  # command line", result.stdout)
+        self.assertIn("port = 8  # environment K3SERVE_PORT", result.stdout)
+
+    def test_bad_checkpoint(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.assertEqual(run("serve", folder, "--port", "off", "--grpc-port", "0").returncode, 4)
+            shutil.copytree(MODEL, folder, dirs_exist_ok=True)
+            with open(os.path.join(folder, "model.safetensors"), "r+b") as file:
+                file.truncate(1 << 20)
+            result = run("serve", folder, "--port", "off", "--grpc-port", "0")
+            self.assertEqual(result.returncode, 4)
+            self.assertIn("model.safetensors", result.stderr)
+
+    def test_does_not_fit(self):
+        result = run("serve", MODEL, "--device", "cpu", "--port", "off", "--grpc-port", "0", "--latent-pages",
+                     "4000000000")
+        self.assertEqual(result.returncode, 3, result.stderr)
+
+    def test_cannot_bind(self):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = str(taken.getsockname()[1])
+            for flags in (["--port", "off", "--grpc-port", port], ["--port", port, "--grpc-port", "0"]):
+                result = run("serve", MODEL, "--device", "cpu", *flags)
+                self.assertEqual(result.returncode, 5, result.stderr)
+                self.assertIn(port, result.stderr)
+
+    def test_generate_without_a_server(self):
+        result = run("generate", "--target", "127.0.0.1:1", "hi")
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("UNAVAILABLE", result.stderr)
+
+
+class StartAndStopTest(unittest.TestCase):
+    def start(self, *flags):
+        server = RunningServer(BINARY, MODEL, *flags)
+        self.addCleanup(lambda: server.process.poll() is None and server.process.kill())
+        return server
+
+    def test_generate(self):
+        server = self.start()
+        result = run("generate", "What does grep do?", "--target", server.grpc, "--temperature", "0", "--stats",
+                     "--show-reasoning")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn("grep", result.stdout)
+        self.assertIn("tokens/s", result.stderr)
+        raw = run("generate", "grep is", "--raw", "--max-tokens", "5", "--target", server.grpc)
+        self.assertEqual(raw.returncode, 0, raw.stderr)
+        self.assertTrue(raw.stdout.strip())
+        refused = run("generate", "x", "--top-p", "0", "--target", server.grpc)
+        self.assertEqual(refused.returncode, 1)
+        self.assertIn("spec.sampling.top_p" if "spec" in refused.stderr else "sampling.top_p", refused.stderr)
+        self.assertEqual(server.stop(), 0)
+
+    def test_json_log(self):
+        server = self.start("--log-format", "json")
+        self.assertEqual(server.stop(), 0)
+        server.log.seek(0)
+        lines = server.log.read().decode().splitlines()
+        self.assertGreater(len(lines), 1)
+        for line in lines:
+            self.assertLessEqual({"time", "level", "message"}, json.loads(line).keys())
+
+    def test_a_signal_while_loading(self):
+        for delay in (0.0, 0.02, 0.05, 0.1):
+            process = subprocess.Popen([BINARY, "serve", MODEL, "--device", "cpu", "--port", "0", "--grpc-port", "0"],
+                                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            time.sleep(delay)
+            process.send_signal(signal.SIGTERM)
+            # Before main has blocked the signal, the system's own action holds.
+            self.assertIn(process.wait(timeout=2), (0, -signal.SIGTERM))
+
+
+def configure(binary, model_dir):
+    global BINARY, MODEL
+    BINARY, MODEL = binary, model_dir
+
+
+if __name__ == "__main__":
+    main(configure)
