@@ -11,6 +11,7 @@ scripts/build.sh build all -- -DCMAKE_BUILD_TYPE=Release -DK3_TESTS=ON
 seed=$(date +%s)
 echo "long_tests: $schedules random schedules from seed $seed" >&2
 K3_EQUIVALENCE_SEED=$seed K3_EQUIVALENCE_SCHEDULES=$schedules build/tests/e2e/k3_e2e_tests --gtest_filter='EquivalenceTest.*'
+scripts/soak_engine.sh
 scripts/sanitize.sh address
 scripts/sanitize.sh thread
 scripts/fuzz.sh "$fuzz_seconds"

@@ -196,6 +196,43 @@ TEST(EngineCasesTest, B06ResumesOnlyWhereTheStateIs) {
   }
 }
 
+// The CPU runs no padded graphs; what such a graph must not do is checked here all the same: rows that end and slots
+// that change owners between steps leave every other slot as it was, byte for byte.
+TEST(EngineCasesTest, B07StepsTouchNoForeignSlot) {
+  EngineHarness harness(TinyModel(), Config());
+  std::vector<TestRequest> requests;
+  for (uint64_t i = 0; i < 8; ++i) requests.push_back(Prompt(20 + static_cast<int32_t>(i), i, i < 3 ? 6 : 64));
+  requests.push_back(Prompt(33, 50, 40));  // admitted into a slot that one of the first three gave up
+  std::vector<RequestId> ids;
+  for (size_t i = 0; i < 8; ++i) ids.push_back(harness.Submit(requests[i]));
+
+  const int64_t slot_bytes = harness.executor().cache().slot_stride();
+  const auto bytes_of = [&](int32_t slot) {
+    return std::string(static_cast<const char*>(harness.executor().cache().SlotData(StateSlot{slot})),
+                       static_cast<size_t>(slot_bytes));
+  };
+  std::vector<std::pair<int32_t, std::string>> foreign;  // slots that the planned step does not own
+  int five_rows = 0;
+  harness.before_run = [&](const StepPlan& step) {
+    const RankPlan& plan = step.ranks[0];
+    five_rows += plan.num_sequences() == 5 ? 1 : 0;
+    foreign.clear();
+    for (int32_t slot = 0; slot < harness.config().state_slots; ++slot) {
+      if (std::find(plan.state_slot.begin(), plan.state_slot.end(), slot) == plan.state_slot.end()) {
+        foreign.emplace_back(slot, bytes_of(slot));
+      }
+    }
+  };
+  harness.after_run = [&](const StepPlan&, StepResult*) {
+    for (const auto& [slot, before] : foreign) EXPECT_EQ(bytes_of(slot), before) << "slot " << slot;
+  };
+  for (int step = 0; step < 12; ++step) ASSERT_TRUE(harness.Step());
+  EXPECT_GT(five_rows, 0);
+  ids.push_back(harness.Submit(requests.back()));
+  harness.RunAll();
+  for (size_t i = 0; i < ids.size(); ++i) ExpectAlone(harness, ids[i], requests[i]);
+}
+
 TEST(EngineCasesTest, B08ShortChunksLeaveSnapshotsAlone) {
   for (int32_t chunk : {0, 2}) {
     EngineHarness harness(TinyModel(), Config(chunk));
