@@ -4,14 +4,13 @@
 namespace k3::cuda {
 namespace {
 
-template <typename T, int N, int kSources>
+template <typename T, int kSources>
 void LaunchHeld(const AttnResArgs<T>& args, int64_t rows, cudaStream_t queue) {
-  constexpr int kSums = kSources <= 1 ? 2 : kSources <= 2 ? 4 : kSources <= 4 ? 8 : kSources <= 8 ? 16 : 32;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(rows));
-  shape.block = dim3(static_cast<unsigned>(RoundUp(args.cols / N, 32)));
-  shape.shared = (32 * kSums + 64) * sizeof(float);
-  Launch(&AttnResKernel<T, N, kSources>, shape, queue, "AttnResMix", args);
+  shape.block = dim3(static_cast<unsigned>(RoundUp(args.cols / kPack<T>, 32)));
+  shape.shared = (32 * kAttnResSums + 64) * sizeof(float);
+  Launch(&AttnResKernel<T, kSources>, shape, queue, "AttnResMix", args);
 }
 
 template <typename T>
@@ -30,12 +29,12 @@ void Mix(const AttnResMixParams& params, cudaStream_t queue) {
   args.out = AsMatrix<T>(params.out);
 
   constexpr int N = kPack<T>;
-  const bool aligned = params.cols % N == 0 && params.cols / N <= 1024 && params.block_stride % N == 0 &&
+  const bool aligned = params.cols % N == 0 && params.cols / N <= kAttnResThreads && params.block_stride % N == 0 &&
                        Aligned(params.bank, 16) && RowsAligned16(params.out) && Aligned(params.norm_weight, 16) &&
                        Aligned(params.query, 16) && (!params.delta || RowsAligned16(params.delta));
-  if (aligned && args.sources <= 2) return LaunchHeld<T, N, 2>(args, params.rows, queue);
-  if (aligned && args.sources <= 5) return LaunchHeld<T, N, 5>(args, params.rows, queue);
-  if (aligned && args.sources <= 9) return LaunchHeld<T, N, 9>(args, params.rows, queue);
+  if (aligned && args.sources <= 2) return LaunchHeld<T, 2>(args, params.rows, queue);
+  if (aligned && args.sources <= 5) return LaunchHeld<T, 5>(args, params.rows, queue);
+  if (aligned && args.sources <= 9) return LaunchHeld<T, 9>(args, params.rows, queue);
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(params.rows));
   shape.block = dim3(256);

@@ -32,10 +32,43 @@ __device__ __forceinline__ void SoftmaxInPlace(float* score, int count) {
   for (int j = 0; j < count; ++j) score[j] /= sum;
 }
 
+// Sixteen bytes of T, kept as four words: as separate 16-bit elements they would take twice the registers.
+template <typename T>
+struct HeldPack {
+  uint4 words;
+
+  __device__ __forceinline__ float operator[](int i) const {
+    const uint32_t all[4] = {words.x, words.y, words.z, words.w};
+    if constexpr (sizeof(T) == 4) return __uint_as_float(all[i]);
+    return i % 2 == 0 ? LowBf16(all[i / 2]) : HighBf16(all[i / 2]);
+  }
+};
+template <typename T>
+__device__ __forceinline__ HeldPack<T> LoadHeld(const T* from) {
+  return {*reinterpret_cast<const uint4*>(from)};
+}
+
+// The values rounded to T.
+template <typename T>
+__device__ __forceinline__ HeldPack<T> MakeHeld(const float (&values)[kPack<T>]) {
+  if constexpr (sizeof(T) == 4) {
+    return {{__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
+             __float_as_uint(values[3])}};
+  } else {
+    return {{PackBf16(values[0], values[1]), PackBf16(values[2], values[3]), PackBf16(values[4], values[5]),
+             PackBf16(values[6], values[7])}};
+  }
+}
+
+constexpr int kAttnResThreads = 896;  // at most: 7168 columns in packs of 8, and registers for nine sources
+constexpr int kAttnResGroup = 4;      // sources whose sums are reduced together
+constexpr int kAttnResSums = 24;      // two sums a source, whole groups of them
+
 // kSources: sources held (>= args.sources). Each thread owns one pack of N columns, so blockDim.x * N >= cols.
-template <typename T, int N, int kSources>
-__global__ void AttnResKernel(AttnResArgs<T> args) {
-  constexpr int kSums = kSources <= 1 ? 2 : kSources <= 2 ? 4 : kSources <= 4 ? 8 : kSources <= 8 ? 16 : 32;
+template <typename T, int kSources>
+__global__ void __launch_bounds__(kAttnResThreads, 1) AttnResKernel(AttnResArgs<T> args) {
+  constexpr int N = kPack<T>;
+  constexpr int kSums = kAttnResSums;
   static_assert(2 * kSources <= kSums);
   float* shared = DynamicShared<float>();
   float* partial = shared;               // [warps][kSums]
@@ -49,54 +82,56 @@ __global__ void AttnResKernel(AttnResArgs<T> args) {
   const int warp = threadIdx.x / 32;
   const int warps = blockDim.x / 32;
 
-  Pack<T, N> source[kSources] = {};
-  Pack<T, N> delta = {};
+  HeldPack<T> source[kSources] = {};
   if (active) {
 #pragma unroll
     for (int j = 0; j < kSources; ++j) {
       if (j < live || (j == live && !args.restart)) {
-        source[j] = *reinterpret_cast<const Pack<T, N>*>(args.bank + j * args.block_stride + row * args.cols + column);
+        source[j] = LoadHeld(args.bank + j * args.block_stride + row * args.cols + column);
       }
     }
     if (args.delta.data != nullptr) {
-      delta = *reinterpret_cast<const Pack<T, N>*>(args.delta.Row(row) + column);
+      HeldPack<T> sum = LoadHeld(args.delta.Row(row) + column);
       T* home = args.bank + live * args.block_stride + row * args.cols + column;
-      Pack<T, N> sum;
 #pragma unroll
       for (int j = 0; j < kSources; ++j) {
-        if (j == live) {
+        if (j != live) continue;
+        if (!args.restart) {
+          float values[N];
 #pragma unroll
-          for (int i = 0; i < N; ++i) {
-            sum.v[i] = args.restart ? delta.v[i] : FromFloat<T>(ToFloat(source[j].v[i]) + ToFloat(delta.v[i]));
-          }
-          source[j] = sum;
+          for (int i = 0; i < N; ++i) values[i] = source[j][i] + sum[i];
+          sum = MakeHeld<T>(values);
         }
+        *reinterpret_cast<uint4*>(home) = sum.words;
+        source[j] = sum;
       }
-      *reinterpret_cast<Pack<T, N>*>(home) = sum;
     }
   }
 
   float mix[N];
   if (args.sources == 1) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) mix[i] = ToFloat(source[0].v[i]);
+    for (int i = 0; i < N; ++i) mix[i] = source[0][i];
   } else {
-    float sums[kSums] = {};
-    if (active) {
-      float query[N];
-      LoadFloats<N>(args.query + column, query);
+    float query[N] = {};
+    if (active) LoadFloats<N>(args.query + column, query);
 #pragma unroll
-      for (int j = 0; j < kSources; ++j) {
+    for (int group = 0; group < kSources; group += kAttnResGroup) {
+      float sums[2 * kAttnResGroup] = {};
+#pragma unroll
+      for (int j = group; j < group + kAttnResGroup && j < kSources; ++j) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const float x = ToFloat(source[j].v[i]);
-          sums[2 * j] = fmaf(x, query[i], sums[2 * j]);
-          sums[2 * j + 1] = fmaf(x, x, sums[2 * j + 1]);
+          const float x = source[j][i];
+          float& product = sums[2 * (j - group)];
+          float& square = sums[2 * (j - group) + 1];
+          product = fmaf(x, query[i], product);
+          square = fmaf(x, x, square);
         }
       }
+      WarpSumEach<2 * kAttnResGroup>(sums, lane);
+      if (lane < 2 * kAttnResGroup) partial[warp * kSums + 2 * group + lane] = sums[0];
     }
-    WarpSumEach<kSums>(sums, lane);
-    if (lane < kSums) partial[warp * kSums + lane] = sums[0];
     __syncthreads();
     if (warp == 0) {
       float total = 0;
@@ -120,7 +155,7 @@ __global__ void AttnResKernel(AttnResArgs<T> args) {
     for (int j = 0; j < kSources; ++j) {
       const float weight = weights[j];
 #pragma unroll
-      for (int i = 0; i < N; ++i) mix[i] = fmaf(weight, ToFloat(source[j].v[i]), mix[i]);
+      for (int i = 0; i < N; ++i) mix[i] = fmaf(weight, source[j][i], mix[i]);
     }
   }
 

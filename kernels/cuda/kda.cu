@@ -39,6 +39,8 @@ KdaScratch Layout(void* base, int64_t tokens, int64_t sequences, int64_t heads) 
   scratch.plan = static_cast<KdaPlan*>(take(sizeof(KdaPlan)));
   scratch.chunks = static_cast<KdaChunk*>(take(tokens * sizeof(KdaChunk)));
   scratch.segments = static_cast<KdaSegment*>(take(tokens * sizeof(KdaSegment)));
+  scratch.extra = static_cast<int*>(take((2 * tokens + 1) * sizeof(int)));
+  scratch.aligned = static_cast<int*>(take((sequences + 1) * sizeof(int)));
   scratch.data = static_cast<KdaChunkData*>(take(scratch.round_chunks * heads * sizeof(KdaChunkData)));
   scratch.border = static_cast<KdaSegmentData*>(take(scratch.max_segments * heads * sizeof(KdaSegmentData)));
   scratch.bytes = offset;
@@ -86,6 +88,8 @@ void CheckKda(const Device& device, const KdaParams& p) {
   K3_REQUIRE(batch.token_begin && batch.state_slot && batch.sequence_of_token && batch.position && batch.context &&
                  batch.host_token_begin && batch.host_context,
              "an array of the batch is null");
+  K3_REQUIRE(batch.num_snapshots <= 2 * batch.num_tokens,
+             "at most two snapshots a token, are " + std::to_string(batch.num_snapshots));
   K3_REQUIRE(batch.num_sequences > 0 && batch.num_sequences <= 65535,
              "num_sequences must be in [1, 65535], is " + std::to_string(batch.num_sequences));
 }

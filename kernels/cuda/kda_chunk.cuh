@@ -57,6 +57,8 @@ struct KdaScratch {
   KdaPlan* plan;
   KdaChunk* chunks;        // [tokens]
   KdaSegment* segments;    // [tokens]
+  int* extra;              // [snapshots + 1], at most one a token: plan only
+  int* aligned;            // [sequences + 1]: plan only
   KdaChunkData* data;      // [round_chunks][heads]
   KdaSegmentData* border;  // [max_segments][heads], by segment of the round
   int round_chunks;
@@ -83,34 +85,82 @@ __device__ __forceinline__ int BlockMaxScan(int value, int* shared, int& total) 
   return value;
 }
 
-// One block. Fills plan, chunks and segments for the sequences of more than `step_tokens` tokens.
+// One block. Fills plan, chunks and segments for the sequences of more than `step_tokens` tokens. Chunks end at aligned
+// positions and at sequences' ends, which are counted, and at other snapshots' rows ("extra" cuts), which are merged
+// in.
 __global__ void KdaPlanKernel(SequenceBatch batch, int step_tokens, int segment_chunks, int rounds,
                               KdaScratch scratch) {
   int* shared = DynamicShared<int>();
   const int threads = blockDim.x;
   KdaChunk* chunks = scratch.chunks;
 
-  // Chunk ends, in row order.
-  int count = 0;
-  for (int base = 0; base < batch.num_tokens; base += threads) {
-    const int row = base + threadIdx.x;
-    bool end = false, snapshot = false;
-    int sequence = 0;
-    if (row < batch.num_tokens) {
-      sequence = batch.sequence_of_token[row];
-      const int next = batch.token_begin[sequence + 1];
-      if (next - batch.token_begin[sequence] > step_tokens) {
-        if (batch.num_snapshots > 0) {
-          const int i = FirstSnapshot(batch, row);
-          snapshot = i < batch.num_snapshots && batch.snapshot_row[i] == row;
-        }
-        end = snapshot || row + 1 == next || (batch.position[row] + 1) % kChunkRows == 0;
+  const auto is_long = [&](int sequence) {
+    return batch.token_begin[sequence + 1] - batch.token_begin[sequence] > step_tokens;
+  };
+  // Whether snapshot i cuts a chunk where the positions do not, and is the first of its row to do so.
+  const auto is_extra = [&](int i) {
+    const int row = batch.snapshot_row[i];
+    const int sequence = batch.sequence_of_token[row];
+    return is_long(sequence) && (batch.position[row] + 1) % kChunkRows != 0 &&
+           row + 1 != batch.token_begin[sequence + 1] && (i == 0 || batch.snapshot_row[i - 1] != row);
+  };
+
+  // extra[i]: extra cuts among the snapshots before i.
+  int total, extras = 0;
+  for (int base = 0; base < batch.num_snapshots; base += threads) {
+    const int i = base + threadIdx.x;
+    const bool extra = i < batch.num_snapshots && is_extra(i);
+    const int through = extras + BlockScan(extra, shared, total);
+    if (i < batch.num_snapshots) scratch.extra[i] = through - extra;
+    extras += total;
+  }
+  if (threadIdx.x == 0) scratch.extra[batch.num_snapshots] = extras;
+  __syncthreads();
+  const auto extras_before = [&](int row) { return extras == 0 ? 0 : scratch.extra[FirstSnapshot(batch, row)]; };
+
+  // aligned[s]: chunk ends by position, or by the sequence's end, before sequence s.
+  int aligned = 0;
+  for (int base = 0; base < batch.num_sequences; base += threads) {
+    const int sequence = base + threadIdx.x;
+    int own = 0;
+    if (sequence < batch.num_sequences && is_long(sequence)) {
+      const int context = batch.context[sequence];
+      const int end = context + batch.token_begin[sequence + 1] - batch.token_begin[sequence];
+      own = (end + kChunkRows - 1) / kChunkRows - context / kChunkRows;
+    }
+    const int through = aligned + BlockScan(own, shared, total);
+    if (sequence < batch.num_sequences) scratch.aligned[sequence] = through - own;
+    aligned += total;
+  }
+  if (threadIdx.x == 0) scratch.aligned[batch.num_sequences] = aligned;
+  __syncthreads();
+
+  // Every cut finds the place of its chunk: the number of cuts before it.
+  const int count = aligned + extras;
+  for (int i = threadIdx.x; i < aligned; i += threads) {
+    int sequence = 0, high = batch.num_sequences - 1;  // the last whose first aligned cut is at most i
+    while (sequence < high) {
+      const int middle = (sequence + high + 1) / 2;
+      if (scratch.aligned[middle] <= i) {
+        sequence = middle;
+      } else {
+        high = middle - 1;
       }
     }
-    int total;
-    const int index = count + BlockScan(end, shared, total) - 1;
-    if (end) chunks[index] = {0, row + 1, sequence, snapshot};
-    count += total;
+    const int begin = batch.token_begin[sequence];
+    const int end = min(batch.token_begin[sequence + 1], begin + (i - scratch.aligned[sequence] + 1) * kChunkRows -
+                                                             batch.context[sequence] % kChunkRows);
+    const int snapshot = batch.num_snapshots > 0 ? FirstSnapshot(batch, end - 1) : 0;
+    chunks[i + extras_before(end - 1)] = {0, end, sequence,
+                                          snapshot < batch.num_snapshots && batch.snapshot_row[snapshot] == end - 1};
+  }
+  for (int i = threadIdx.x; extras > 0 && i < batch.num_snapshots; i += threads) {
+    if (!is_extra(i)) continue;
+    const int row = batch.snapshot_row[i];
+    const int sequence = batch.sequence_of_token[row];
+    const int context = batch.context[sequence];
+    const int aligned_before = scratch.aligned[sequence] + batch.position[row] / kChunkRows - context / kChunkRows;
+    chunks[aligned_before + scratch.extra[i]] = {0, row + 1, sequence, 1};
   }
   __syncthreads();
 
@@ -127,7 +177,6 @@ __global__ void KdaPlanKernel(SequenceBatch batch, int step_tokens, int segment_
       const bool continues = c > 0 && chunks[c].sequence == chunks[c - 1].sequence;
       chunks[c].begin = continues ? chunks[c - 1].end : batch.token_begin[chunks[c].sequence];
     }
-    int total;
     const int begin = max(run_begin, BlockMaxScan(run_start ? c : 0, shared, total));
     run_begin = max(run_begin, total);
     const bool segment_start = c < count && (c - begin) % segment_chunks == 0;

@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, Se
         }
       }
       if (last && tid == 0) {
-        // The stage of the item before last is free once its copy out has read it.
+        // The stage of the item before this one is free once its copy out has read it.
         CopyBulkOutWaitRead();
         fetch_state(after_following, (turn + 2) % kStepStages);
       }

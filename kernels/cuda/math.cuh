@@ -67,21 +67,26 @@ __device__ __forceinline__ float WarpMax(float value) {
   return value;
 }
 
+template <int P, int kHalf>
+__device__ __forceinline__ void WarpSumEachStep(float (&v)[P], int lane) {
+  if constexpr (kHalf > 0) {
+    const bool upper = (lane & kHalf) != 0;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float give = upper ? v[i] : v[i + kHalf];
+      const float keep = upper ? v[i + kHalf] : v[i];
+      v[i] = keep + __shfl_xor_sync(kAllLanes, give, kHalf);
+    }
+    WarpSumEachStep<P, kHalf / 2>(v, lane);
+  }
+}
+
 // Sums P values (a power of two up to 32) over the warp with P - 1 + log2(32 / P) shuffles: afterwards lane l holds the
 // sum of v[l % P] in v[0].
 template <int P>
 __device__ __forceinline__ void WarpSumEach(float (&v)[P], int lane) {
   static_assert((P & (P - 1)) == 0 && P <= 32);
-#pragma unroll
-  for (int half = P / 2; half > 0; half /= 2) {
-    const bool upper = (lane & half) != 0;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float give = upper ? v[i] : v[i + half];
-      const float keep = upper ? v[i + half] : v[i];
-      v[i] = keep + __shfl_xor_sync(kAllLanes, give, half);
-    }
-  }
+  WarpSumEachStep<P, P / 2>(v, lane);
 #pragma unroll
   for (int offset = P; offset < 32; offset *= 2) v[0] += __shfl_xor_sync(kAllLanes, v[0], offset);
 }

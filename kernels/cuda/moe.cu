@@ -51,20 +51,21 @@ struct MoeBlock {
   int64_t pairs() const { return tokens * top_k; }
 };
 
-template <typename Weights, int kTokens, bool kUp>
+template <typename Weights, int kTokens, int kTiles, bool kUp>
 void LaunchStream(const StreamArgs& args, const Weights& weights, int64_t experts, cudaStream_t queue) {
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(CeilDiv(args.out, kStreamRows)), static_cast<unsigned>(experts));
+  shape.grid = dim3(static_cast<unsigned>(CeilDiv(args.out, 16 * kTiles)), static_cast<unsigned>(experts));
   shape.block = dim3(kStreamThreads);
-  shape.shared = kStreamWarps * 2 * kTokens * 32 * sizeof(float4);
-  Launch(&MoeStreamKernel<Weights, kTokens, kUp>, shape, queue, kUp ? "MoeUpStream" : "MoeDownStream", args, weights);
+  shape.shared = kStreamWarps * kTiles * kTokens * 32 * sizeof(float4);
+  Launch(&MoeStreamKernel<Weights, kTokens, kTiles, kUp>, shape, queue, kUp ? "MoeUpStream" : "MoeDownStream", args,
+         weights);
 }
 
 template <bool kUp, typename Weights>
 void Stream(const StreamArgs& args, const Weights& weights, int64_t mean_picks, int64_t experts, cudaStream_t queue) {
-  if (mean_picks <= 2) return LaunchStream<Weights, 1, kUp>(args, weights, experts, queue);
-  if (mean_picks <= 8) return LaunchStream<Weights, 2, kUp>(args, weights, experts, queue);
-  LaunchStream<Weights, 4, kUp>(args, weights, experts, queue);
+  if (mean_picks <= 2) return LaunchStream<Weights, 1, 2, kUp>(args, weights, experts, queue);
+  if (mean_picks <= 10) return LaunchStream<Weights, 2, 4, kUp>(args, weights, experts, queue);
+  LaunchStream<Weights, 4, 2, kUp>(args, weights, experts, queue);
 }
 
 template <bool kUp>
@@ -232,9 +233,12 @@ void MoeExperts(const Device& device, const MoeExpertsParams& p, cudaStream_t qu
     block.ids = p.ids + begin * p.top_k;
     block.weights = p.weights + begin * p.top_k;
     Launch(&MoePlanKernel,
-           {.grid = dim3(1), .block = dim3(kMoePlanThreads), .shared = (experts->count + 33) * sizeof(int)}, queue,
-           "MoePlan", block.ids, static_cast<int>(block.pairs()), p.top_k, int{experts->first}, int{experts->count},
-           scratch.plan);
+           {.grid = dim3(1),
+            .block = dim3(static_cast<unsigned>(std::clamp<int64_t>(
+                RoundUp(std::max<int64_t>(experts->count, block.pairs() / 8), 32), 128, kMoePlanThreads))),
+            .shared = (experts->count + 33) * sizeof(int)},
+           queue, "MoePlan", block.ids, static_cast<int>(block.pairs()), p.top_k, int{experts->first},
+           int{experts->count}, scratch.plan);
     if (experts->count > 0) {
       const bool few = block.pairs() <= kStreamPicks * experts->count;
       if (!fast) {

@@ -44,10 +44,11 @@ __global__ void MoePlanKernel(const int32_t* ids, int pairs, int top_k, int firs
     int total;
     const int pick_end = picks + BlockScan(count, shared, total);
     picks += total;
-    const int tile_end = tiles + BlockScan(own_tiles, shared, total);
-    tiles += total;
-    const int active_end = active + BlockScan(count > 0, shared, total);
-    active += total;
+    // Tiles and active experts together: neither passes 65535.
+    const int both_end = BlockScan(own_tiles << 16 | (count > 0), shared, total);
+    const int tile_end = tiles + (both_end >> 16), active_end = active + (both_end & 0xffff);
+    tiles += total >> 16;
+    active += total & 0xffff;
     if (e < experts) {
       plan.expert_begin[e] = pick_end - count;
       plan.tile_begin[e] = tile_end - own_tiles;

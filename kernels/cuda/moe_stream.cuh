@@ -6,13 +6,12 @@
 // fragments, the picks are the 8-wide columns. A warp's lanes hold different stretches of the contraction than MmaBf16
 // names (lane t of a row: kStep / 4 consecutive inputs), which is free as long as both operands do so.
 //
-// A block owns 32 weight rows of one expert; its eight warps take turns along the contraction and add up at the end, in
-// warp order. A pick's result does not depend on how many picks there are.
+// A block owns a few 16-row tiles of the weights of one expert; its eight warps take turns along the contraction and
+// add up at the end, in warp order. A pick's result does not depend on how many picks there are.
 namespace k3::cuda {
 
 constexpr int kStreamThreads = 256;
 constexpr int kStreamWarps = kStreamThreads / 32;
-constexpr int kStreamRows = 32;
 
 struct StreamArgs {
   MoePlan plan;
@@ -95,19 +94,20 @@ struct Mxfp4Stream {
   }
 };
 
-// kTokens: 8-wide columns of picks held together; an expert with more picks streams its weights again. Grid (weight
-// rows / 32, experts that may have picks).
-template <typename Weights, int kTokens, bool kUp>
-__global__ void __launch_bounds__(kStreamThreads) MoeStreamKernel(StreamArgs args, Weights weights) {
-  float4* partial = DynamicShared<float4>();  // [warps][2 tiles][kTokens][32]
+// kTokens: 8-wide columns of picks held together; an expert with more picks streams its weights again. kTiles: 16-row
+// tiles of a block: more of them take better advantage of the inputs, which all come through L1. Grid (weight rows /
+// (16 kTiles), experts that may have picks).
+template <typename Weights, int kTokens, int kTiles, bool kUp>
+__global__ void __launch_bounds__(kStreamThreads, 2) MoeStreamKernel(StreamArgs args, Weights weights) {
+  float4* partial = DynamicShared<float4>();  // [warps][kTiles][kTokens][32]
   if (static_cast<int>(blockIdx.y) >= *args.plan.active_count) return;
   const int expert = args.plan.active[blockIdx.y];
   const int begin = args.plan.expert_begin[expert], count = args.plan.expert_begin[expert + 1] - begin;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
-  const int first_row = blockIdx.x * kStreamRows;
+  const int first_row = blockIdx.x * 16 * kTiles;
   const int64_t row = static_cast<int64_t>(expert) * args.out + first_row + g;
-  const bool second = first_row + 16 < args.out;  // the block's second tile exists
+  const int tiles = min(kTiles, (args.out - first_row) / 16);  // that exist
 
   for (int base = 0; base < count; base += 8 * kTokens) {
     const bf16* x[kTokens];
@@ -116,12 +116,15 @@ __global__ void __launch_bounds__(kStreamThreads) MoeStreamKernel(StreamArgs arg
       const int pick = begin + min(base + 8 * n + g, count - 1);
       x[n] = args.x.Row(kUp ? args.plan.token_of[pick] : pick) + Weights::kStep / 4 * t;
     }
-    float sum[2][kTokens][4] = {};
-#pragma unroll 2
+    float sum[kTiles][kTokens][4] = {};
+#pragma unroll(kTiles* kTokens <= 4 ? 2 : 1)
     for (int k = warp * Weights::kStep; k < args.in; k += kStreamWarps * Weights::kStep) {
-      typename Weights::Piece piece[2];
-      piece[0] = weights.Load(row, args.in, k + Weights::kStep / 4 * t);
-      piece[1] = second ? weights.Load(row + 16, args.in, k + Weights::kStep / 4 * t) : piece[0];
+      typename Weights::Piece piece[kTiles];
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        // Tiles that do not exist repeat the last.
+        piece[tile] = weights.Load(row + 16 * min(tile, tiles - 1), args.in, k + Weights::kStep / 4 * t);
+      }
 #pragma unroll
       for (int part = 0; part < Weights::kStep / 32; ++part) {
         uint4 inputs[kTokens];
@@ -130,7 +133,7 @@ __global__ void __launch_bounds__(kStreamThreads) MoeStreamKernel(StreamArgs arg
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
-          for (int tile = 0; tile < 2; ++tile) {
+          for (int tile = 0; tile < kTiles; ++tile) {
             uint32_t a[4];
             Weights::Fragment(piece[tile], 2 * part + i, a);
 #pragma unroll
@@ -142,26 +145,26 @@ __global__ void __launch_bounds__(kStreamThreads) MoeStreamKernel(StreamArgs arg
       }
     }
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
+    for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int n = 0; n < kTokens; ++n) {
-        partial[((warp * 2 + tile) * kTokens + n) * 32 + lane] = {sum[tile][n][0], sum[tile][n][1], sum[tile][n][2],
-                                                                  sum[tile][n][3]};
+        partial[((warp * kTiles + tile) * kTokens + n) * 32 + lane] = {sum[tile][n][0], sum[tile][n][1],
+                                                                       sum[tile][n][2], sum[tile][n][3]};
       }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < 2 * kTokens * 32; i += kStreamThreads) {
+    for (int i = threadIdx.x; i < kTiles * kTokens * 32; i += kStreamThreads) {
       float4 total = partial[i];
 #pragma unroll
       for (int w = 1; w < kStreamWarps; ++w) {
-        const float4 other = partial[w * 2 * kTokens * 32 + i];
+        const float4 other = partial[w * kTiles * kTokens * 32 + i];
         total.x += other.x;
         total.y += other.y;
         total.z += other.z;
         total.w += other.w;
       }
       const int tile = i / (32 * kTokens), n = i / 32 % kTokens;
-      if (tile == 1 && !second) continue;
+      if (tile >= tiles) continue;
       const int pick = base + 8 * n + 2 * (i % 4);  // and the next
       const int own_row = first_row + 16 * tile + i % 32 / 4;
 #pragma unroll

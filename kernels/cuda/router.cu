@@ -16,7 +16,9 @@ void RouterTopK(const Device& device, const RouterTopKParams& params, cudaStream
              "groups " + std::to_string(params.groups) + " and topk_group " + std::to_string(params.topk_group) +
                  " do not fit " + std::to_string(params.experts) + " experts");
   K3_REQUIRE(params.forced_ids != nullptr || params.topk_group * (params.experts / params.groups) >= params.top_k,
-             "the kept groups hold fewer than top_k experts");
+             "top_k = " + std::to_string(params.top_k) + " experts do not fit into " +
+                 std::to_string(params.topk_group) + " of " + std::to_string(params.groups) + " groups of " +
+                 std::to_string(params.experts) + " experts");
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(CeilDiv(params.tokens, kRouterWarps)));
   shape.block = dim3(32 * kRouterWarps);
