@@ -38,7 +38,8 @@ void Mix(const AttnResMixParams& params, cudaStream_t queue) {
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(params.rows));
   shape.block = dim3(256);
-  shape.shared = (32 + args.sources) * sizeof(float);
+  // Rounded up: loads of scores may be merged beyond the last.
+  shape.shared = (32 + RoundUp(args.sources, 4)) * sizeof(float);
   Launch(&AttnResAnyKernel<T>, shape, queue, "AttnResMix", args);
 }
 

@@ -176,8 +176,8 @@ std::unique_ptr<LatentProjection> CudaOps::MakeLatentProjection(const HostTensor
 }
 
 size_t CudaOps::MlaScratchBytes(int64_t tokens, int64_t, int32_t heads, int32_t latent_dim, int32_t, int32_t, int32_t,
-                                int64_t) const {
-  return cuda::MlaScratchBytes(device_, tokens, heads, latent_dim);
+                                int64_t max_context) const {
+  return cuda::MlaScratchBytes(device_, tokens, heads, latent_dim, max_context);
 }
 
 void CudaOps::MlaAppend(const MlaAppendParams& params, Stream stream) {

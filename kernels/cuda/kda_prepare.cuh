@@ -37,7 +37,7 @@ struct KdaPrepareShared {
   float total[kHalfTiles][kChunkDim];  // c of the last row of each half tile
   float pair_factor[6][kChunkDim];     // of tiles (1,0) (2,0) (2,1) (3,0) (3,1) (3,2)
   float square[2][kHalfTiles][16];     // by channel half: q of 8 rows | k of 8 rows
-  float scale[kHalfTiles][16];         // of q and k: their norms, for q also 128^-0.5
+  float scale[kPrepareWarps][16];      // of 8 rows of q and of k, a copy a warp: their norms, for q also 128^-0.5
   float beta[kChunkRows];
 };
 
@@ -119,13 +119,11 @@ __device__ __forceinline__ void StoreTile(float* to, const float (&sum)[2][4], f
   }
 }
 
-constexpr int kInvertWarps = 4;
-__device__ __forceinline__ void InvertBarrier() { NamedBarrier(1, 32 * kInvertWarps); }
-
 // Inverse of I + A for the unit lower triangular 64 x 64 matrix in `a`, rounded to fp16 pairs in `rounded` (which may
 // overlay `a`): substitution in fp32 within 16 x 16 tiles, tf32 products between them (spec 4.3). `inverse` is work
-// space like `a`. Called by the first kInvertWarps warps.
-__device__ __forceinline__ void InvertUnitLower(const float* a, float* inverse, bf16* rounded) {
+// space like `a`. Called by the whole block; the warps beyond the first two run `meanwhile`(index among them) first.
+template <typename F>
+__device__ __forceinline__ void InvertUnitLower(const float* a, float* inverse, bf16* rounded, const F& meanwhile) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto tile = [](auto* matrix, int i, int j) { return matrix + 16 * i * kTileStride + 16 * j; };
   if (warp < 2) {
@@ -151,25 +149,32 @@ __device__ __forceinline__ void InvertUnitLower(const float* a, float* inverse, 
     __syncwarp();
     MmaTile(tile(inverse, i, i), tile(inverse, j, i), lane, result);
     StoreTile(tile(inverse, i, j), result, -1.0f, lane);
+  } else {
+    meanwhile(warp - 2);
   }
-  InvertBarrier();
-  // The lower left 32 x 32 block: -X' (A' X''), X' and X'' the inverses just made.
-  const int i = 2 + warp / 2, j = warp % 2;
-  float product[2][4] = {};
-  for (int m = j; m < 2; ++m) MmaTile(tile(a, i, m), tile(inverse, m, j), lane, product);
-  StoreTile(tile(inverse, j, i), product, 1.0f, lane);
-  InvertBarrier();
-  float result[2][4] = {};
-  for (int m = 2; m <= i; ++m) MmaTile(tile(inverse, i, m), tile(inverse, j, m), lane, result);
-  StoreTile(tile(inverse, i, j), result, -1.0f, lane);
-  InvertBarrier();
-  for (int r = warp; r < kChunkRows; r += kInvertWarps) {
+  __syncthreads();
+  // The lower left 32 x 32 block, a tile a warp: -X' (A' X''), X' and X'' the inverses just made.
+  const int i = 2 + warp / 2 % 2, j = warp % 2;
+  if (warp < 4) {
+    float product[2][4] = {};
+    for (int m = j; m < 2; ++m) MmaTile(tile(a, i, m), tile(inverse, m, j), lane, product);
+    StoreTile(tile(inverse, j, i), product, 1.0f, lane);
+  }
+  __syncthreads();
+  if (warp < 4) {
+    float result[2][4] = {};
+    for (int m = 2; m <= i; ++m) MmaTile(tile(inverse, i, m), tile(inverse, j, m), lane, result);
+    StoreTile(tile(inverse, i, j), result, -1.0f, lane);
+  }
+  __syncthreads();
+  for (int r = warp; r < kChunkRows; r += kPrepareWarps) {
     const int c = 2 * lane;
     if (c / 16 <= r / 16) {
       StorePair(rounded + r * kInverseStride + c,
                 PackF16(inverse[r * kTileStride + c], inverse[r * kTileStride + c + 1]));
     }
   }
+  __syncthreads();
 }
 
 // Scores of the pairs i >= j of 8 rows with one exponential a pair, summed over the warp's channels:
@@ -273,11 +278,11 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
   const float total0 = c0[kHalfRows - 1], total1 = c1[kHalfRows - 1];
   if (lane < 16) {
     const float norm = rsqrtf(s.square[0][part][lane] + s.square[1][part][lane] + kL2NormEps);
-    s.scale[part][lane] = lane < kHalfRows ? norm * 0.08838834764831845f : norm;  // 128^-0.5
+    s.scale[warp][lane] = lane < kHalfRows ? norm * 0.08838834764831845f : norm;  // 128^-0.5
   }
   __syncwarp();
-  const float* scale_q = s.scale[part];
-  const float* scale_k = s.scale[part] + kHalfRows;
+  const float* scale_q = s.scale[warp];
+  const float* scale_k = s.scale[warp] + kHalfRows;
 
   // Score operands: rows[0] = k, rows[1] = q with the row factor, rows[2] = k with the column factor. Unbounded gate:
   // rows[3] = k, then q of the second halves and `columns` = k of the first halves, anchored in the middle.
@@ -440,15 +445,12 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
       StorePair(&s.rows[3][first_row + i][channel], PackF16(beta * LowBf16(v[i]), beta * HighBf16(v[i])));
     }
   }
-  // T = (I + A)^-1 by the first warps, rounded to where A was; the others wait for the rows and export q e^G and
-  // k e^(G_C - G).
+  __syncthreads();
+  // T = (I + A)^-1, rounded to where A was. Meanwhile most warps export q e^G and k e^(G_C - G).
   bf16* rounded = reinterpret_cast<bf16*>(&s.a[0][0]);
   static_assert(kChunkRows * kInverseStride * sizeof(bf16) <= sizeof(s.a));
-  __syncthreads();
-  if (warp < kInvertWarps) {
-    InvertUnitLower(&s.a[0][0], &s.inverse[0][0], rounded);
-  } else {
-    for (int block = warp - kInvertWarps; block < 64; block += kPrepareWarps - kInvertWarps) {
+  InvertUnitLower(&s.a[0][0], &s.inverse[0][0], rounded, [&](int exporter) {
+    for (int block = exporter; block < 64; block += kPrepareWarps - 2) {
       const int a = block / 8 % 4, step = block % 8;
       uint32_t f[4];
       if (block < 32) {
@@ -459,8 +461,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
         out.restored_k[a][step][lane] = {f[0], f[1], f[2], f[3]};
       }
     }
-  }
-  __syncthreads();
+  });
 
   if (warp < 8) {
     // W = T (beta k e^G): 16 channels a warp.

@@ -3,6 +3,7 @@
 #include "kernels/cuda/gemm.h"
 #include "kernels/cuda/mla.cuh"
 #include "kernels/cuda/mla_absorbed.cuh"
+#include "kernels/cuda/mla_prefill.cuh"
 #include "kernels/cuda/op_table.h"
 #include "kernels/cuda/weights.h"
 
@@ -11,6 +12,9 @@ namespace {
 
 constexpr int64_t kBlockBytes = int64_t{64} << 20;  // latent queries of the tokens that are worked on together
 constexpr int kMaxSplits = 512;
+constexpr int64_t kExpandQueries = 160;                 // from so many on a sequence's keys and values are expanded
+constexpr int64_t kExpandedBytes = int64_t{256} << 20;  // of the keys that are expanded together
+constexpr int64_t kCarryBytes = int64_t{64} << 20;      // of the queries whose softmax is carried over blocks of keys
 
 // Tokens worked on together: their latent queries and outputs lie in the scratch.
 int64_t BlockTokens(int64_t tokens, int64_t heads, int64_t latent, size_t element) {
@@ -25,15 +29,32 @@ int Splits(const Device& device, int64_t tiles) {
   return static_cast<int>(std::clamp<int64_t>(device.multiprocessors / tiles, 1, kMaxSplits));
 }
 
-// One function lays out the scratch and thereby says its size. Not smaller for more tokens or sequences.
+// Keys expanded together, of `context` at most.
+int64_t ExpandKeys(int64_t context, int64_t heads) {
+  const int64_t most = std::max<int64_t>(kPrefillQueries, kExpandedBytes / (heads * kPrefillExpanded * 2) / 128 * 128);
+  return std::min(RoundUp(context, 128), most);
+}
+
+// Queries whose softmax is carried together where the keys do not fit at once.
+int64_t CarryQueries(int64_t tokens, int64_t heads) {
+  return std::min(tokens,
+                  std::max<int64_t>(kPrefillQueries, kCarryBytes / (heads * (kPrefillValue + 2) * 4) / 128 * 128));
+}
+
+// One function lays out the scratch and thereby says its size. Not smaller for more tokens, sequences or context.
 struct MlaScratch {
   void* latent_q;      // [block tokens, heads, latent] act
   void* latent_out;    // the same
-  float* partial;      // [tiles * splits <= 2 * multiprocessors][64, latent]
-  float* partial_lse;  // [tiles * splits][64]
+  float* partial;      // [multiprocessors][64, latent]: tiles * splits is at most that where splits > 1
+  float* partial_lse;  // [multiprocessors][64]
+  // Expanded keys and values: sequences of at least kExpandQueries tokens.
+  bf16* lines;            // [keys, 576]
+  bf16* expanded;         // [keys, heads, 256]
+  float* carry;           // [queries, heads, 128], where the context has more keys
+  float2* carry_softmax;  // [queries, heads]
   size_t bytes;
 
-  MlaScratch(const Device& device, void* base, int64_t tokens, int64_t heads, int64_t latent) {
+  MlaScratch(const Device& device, void* base, int64_t tokens, int64_t heads, int64_t latent, int64_t context) {
     size_t offset = 0;
     const auto take = [&](int64_t bytes) {
       void* piece = static_cast<char*>(base) + offset;
@@ -44,9 +65,17 @@ struct MlaScratch {
     const int64_t block = BlockTokens(tokens, heads, latent, element) * heads * latent * element;
     latent_q = take(block);
     latent_out = take(block);
-    const int64_t pieces = device.multiprocessors;  // tiles * splits never exceeds it where splits > 1
+    const int64_t pieces = device.multiprocessors;
     partial = static_cast<float*>(take(pieces * kMlaTileRows * latent * 4));
     partial_lse = static_cast<float*>(take(pieces * kMlaTileRows * 4));
+    if (device.act == DType::kBF16 && !device.batch_invariant && tokens >= kExpandQueries) {
+      const int64_t keys = ExpandKeys(context, heads);
+      lines = static_cast<bf16*>(take(keys * kPrefillLine * 2));
+      expanded = static_cast<bf16*>(take(keys * heads * kPrefillExpanded * 2));
+      const int64_t queries = keys < context ? CarryQueries(tokens, heads) : 0;
+      carry = static_cast<float*>(take(queries * heads * kPrefillValue * 4));
+      carry_softmax = static_cast<float2*>(take(queries * heads * 8));
+    }
     bytes = offset;
   }
 };
@@ -129,6 +158,110 @@ MlaRows MakeRows(const SequenceBatch& batch, int64_t begin, int64_t end, int32_t
   return rows;
 }
 
+// Tokens [first, last) of the step in the absorbed form.
+void AttendLatent(const Device& device, const MlaAttentionParams& p, const CudaLatentProjection& projection,
+                  const MlaScratch& scratch, bool fast, int64_t first, int64_t last, cudaStream_t queue) {
+  const SequenceBatch& batch = *p.batch;
+  const int64_t element = static_cast<int64_t>(SizeOf(device.act));
+  const int64_t block = BlockTokens(batch.num_tokens, p.heads, p.latent_dim, element);
+  const int64_t head_rows = p.nope_dim + p.value_dim;
+  for (int64_t begin = first; begin < last; begin += block) {
+    const int64_t end = std::min<int64_t>(last, begin + block);
+    const MatrixView q = p.q.Rows(begin, end - begin), out = p.out.Rows(begin, end - begin);
+    GemmArgs gemm;
+    gemm.in = gemm.out = device.act;
+    gemm.batch = p.heads;
+    gemm.m = end - begin;
+    gemm.stride_b = head_rows * p.latent_dim;
+    gemm.ldb = p.latent_dim;
+    // q_lat = q_nope Wuk, per head.
+    gemm.n = p.latent_dim;
+    gemm.k = p.nope_dim;
+    gemm.a = q.data;
+    gemm.lda = q.ld;
+    gemm.stride_a = p.nope_dim + p.rope_dim;
+    gemm.b = projection.data();
+    gemm.b_is_k_by_n = true;
+    gemm.c = scratch.latent_q;
+    gemm.ldc = int64_t{p.heads} * p.latent_dim;
+    gemm.stride_c = p.latent_dim;
+    Gemm(device, gemm, queue);
+
+    const MlaRows rows = MakeRows(batch, begin, end, p.heads);
+    if (fast) {
+      AttendAbsorbed(device, p, rows, scratch, queue);
+    } else {
+      device.act == DType::kBF16 ? AttendAny<bf16>(p, rows, scratch, queue) : AttendAny<float>(p, rows, scratch, queue);
+    }
+
+    // o = o_lat Wuv^T, per head.
+    gemm.n = p.value_dim;
+    gemm.k = p.latent_dim;
+    gemm.a = scratch.latent_out;
+    gemm.lda = int64_t{p.heads} * p.latent_dim;
+    gemm.stride_a = p.latent_dim;
+    gemm.b = static_cast<const char*>(projection.data()) + p.nope_dim * p.latent_dim * element;
+    gemm.b_is_k_by_n = false;
+    gemm.c = out.data;
+    gemm.ldc = out.ld;
+    gemm.stride_c = p.value_dim;
+    Gemm(device, gemm, queue);
+  }
+}
+
+// Sequence `sequence` with keys and values expanded, a block of keys at a time.
+void AttendExpanded(const Device& device, const MlaAttentionParams& p, const CudaLatentProjection& projection,
+                    const MlaScratch& scratch, int sequence, int64_t longest, cudaStream_t queue) {
+  const SequenceBatch& batch = *p.batch;
+  const int64_t row = batch.host_token_begin[sequence], context = batch.host_context[sequence];
+  const int64_t tokens = batch.host_token_begin[sequence + 1] - row, total = context + tokens;
+  const int64_t key_step = ExpandKeys(longest, p.heads);
+  const int64_t query_step = key_step < total ? CarryQueries(batch.num_tokens, p.heads) : tokens;
+  for (int64_t query = 0; query < tokens; query += query_step) {
+    const int64_t queries = std::min(query_step, tokens - query);
+    const int64_t seen = context + query + queries;
+    for (int64_t key = 0; key < seen; key += key_step) {
+      const int64_t keys = std::min(key_step, seen - key);
+      constexpr int kGatherWarps = 8;
+      Launch(&MlaGatherKernel,
+             {.grid = dim3(static_cast<unsigned>(CeilDiv(keys, kGatherWarps))), .block = dim3(32 * kGatherWarps)},
+             queue, "MlaGather", p.pages, batch, sequence, static_cast<int>(key), static_cast<int>(keys), kPrefillLine,
+             scratch.lines);
+      Gemm(device,
+           {.m = keys,
+            .n = int64_t{p.heads} * kPrefillExpanded,
+            .k = kPrefillLatent,
+            .a = scratch.lines,
+            .lda = kPrefillLine,
+            .b = projection.data(),
+            .ldb = kPrefillLatent,
+            .c = scratch.expanded,
+            .ldc = int64_t{p.heads} * kPrefillExpanded},
+           queue);
+      PrefillArgs args;
+      args.q = AsMatrix<const bf16>(p.q.Rows(row + query, queries));
+      args.out = AsMatrix<bf16>(p.out.Rows(row + query, queries));
+      args.queries = static_cast<int>(queries);
+      args.query_position = static_cast<int>(context + query);
+      args.heads = p.heads;
+      args.lines = scratch.lines;
+      args.expanded = scratch.expanded;
+      args.keys = static_cast<int>(keys);
+      args.key_position = static_cast<int>(key);
+      args.scale_log2 = p.scale * 1.4426950408889634f;
+      args.first = key == 0;
+      args.last = key + keys == seen;
+      args.carry = scratch.carry;
+      args.carry_softmax = scratch.carry_softmax;
+      Launch(&MlaPrefillKernel,
+             {.grid = dim3(static_cast<unsigned>(p.heads), static_cast<unsigned>(CeilDiv(queries, kPrefillQueries))),
+              .block = dim3(kPrefillThreads),
+              .shared = sizeof(PrefillShared)},
+             queue, "MlaPrefill", args);
+    }
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<LatentProjection> MakeLatentProjection(const Device& device, Uploader& uploader, const HostTensor& kv_b,
@@ -147,8 +280,8 @@ std::unique_ptr<LatentProjection> MakeLatentProjection(const Device& device, Upl
   return projection;
 }
 
-size_t MlaScratchBytes(const Device& device, int64_t tokens, int64_t heads, int64_t latent_dim) {
-  return MlaScratch(device, nullptr, tokens, heads, latent_dim).bytes;
+size_t MlaScratchBytes(const Device& device, int64_t tokens, int64_t heads, int64_t latent_dim, int64_t max_context) {
+  return MlaScratch(device, nullptr, tokens, heads, latent_dim, max_context).bytes;
 }
 
 void MlaAppend(const Device& device, const MlaAppendParams& p, cudaStream_t queue) {
@@ -178,54 +311,30 @@ void MlaAttention(const Device& device, const MlaAttentionParams& p, cudaStream_
   if (p.gate) K3_REQUIRE_MATRIX(p.gate, device.act, batch.num_tokens, int64_t{p.heads} * p.value_dim);
   K3_REQUIRE(p.scratch != nullptr, "scratch is null");
 
-  const MlaScratch scratch(device, p.scratch, batch.num_tokens, p.heads, p.latent_dim);
-  const bool absorbed = device.act == DType::kBF16 && p.pages.dtype == DType::kBF16 &&
-                        p.latent_dim == kAbsorbedLatent && p.rope_dim == kAbsorbedRope && Aligned(p.pages.data, 16) &&
-                        p.pages.page_stride % 16 == 0;
-  const int64_t element = static_cast<int64_t>(SizeOf(device.act));
-  const int64_t block = BlockTokens(batch.num_tokens, p.heads, p.latent_dim, element);
-  const int64_t head_rows = p.nope_dim + p.value_dim;
-  for (int64_t begin = 0; begin < batch.num_tokens; begin += block) {
-    const int64_t end = std::min<int64_t>(batch.num_tokens, begin + block);
-    const MatrixView q = p.q.Rows(begin, end - begin), out = p.out.Rows(begin, end - begin);
-    GemmArgs gemm;
-    gemm.in = gemm.out = device.act;
-    gemm.batch = p.heads;
-    gemm.m = end - begin;
-    gemm.stride_b = head_rows * p.latent_dim;
-    gemm.ldb = p.latent_dim;
-    // q_lat = q_nope Wuk, per head.
-    gemm.n = p.latent_dim;
-    gemm.k = p.nope_dim;
-    gemm.a = q.data;
-    gemm.lda = q.ld;
-    gemm.stride_a = p.nope_dim + p.rope_dim;
-    gemm.b = projection->data();
-    gemm.b_is_k_by_n = true;
-    gemm.c = scratch.latent_q;
-    gemm.ldc = int64_t{p.heads} * p.latent_dim;
-    gemm.stride_c = p.latent_dim;
-    Gemm(device, gemm, queue);
-
-    const MlaRows rows = MakeRows(batch, begin, end, p.heads);
-    if (absorbed) {
-      AttendAbsorbed(device, p, rows, scratch, queue);
-    } else {
-      device.act == DType::kBF16 ? AttendAny<bf16>(p, rows, scratch, queue) : AttendAny<float>(p, rows, scratch, queue);
+  int64_t longest = 0;  // context of the longest sequence, this step included
+  for (int s = 0; s < batch.num_sequences; ++s) {
+    longest =
+        std::max<int64_t>(longest, batch.host_context[s] + batch.host_token_begin[s + 1] - batch.host_token_begin[s]);
+  }
+  const MlaScratch scratch(device, p.scratch, batch.num_tokens, p.heads, p.latent_dim, longest);
+  const bool fast = device.act == DType::kBF16 && p.pages.dtype == DType::kBF16 && p.latent_dim == kAbsorbedLatent &&
+                    p.rope_dim == kAbsorbedRope && Aligned(p.pages.data, 16) && p.pages.page_stride % 16 == 0;
+  const bool expandable = fast && !device.batch_invariant && p.nope_dim == kPrefillNope &&
+                          p.value_dim == kPrefillValue && RowsAligned16(p.q) && p.out.ld % 2 == 0 &&
+                          Aligned(p.out.data, 4);
+  const auto is_long = [&](int s) {
+    return expandable && batch.host_token_begin[s + 1] - batch.host_token_begin[s] >= kExpandQueries;
+  };
+  for (int s = 0; s < batch.num_sequences;) {
+    if (is_long(s)) {
+      AttendExpanded(device, p, *projection, scratch, s, longest, queue);
+      ++s;
+      continue;
     }
-
-    // o = o_lat Wuv^T, per head.
-    gemm.n = p.value_dim;
-    gemm.k = p.latent_dim;
-    gemm.a = scratch.latent_out;
-    gemm.lda = int64_t{p.heads} * p.latent_dim;
-    gemm.stride_a = p.latent_dim;
-    gemm.b = static_cast<const char*>(projection->data()) + p.nope_dim * p.latent_dim * element;
-    gemm.b_is_k_by_n = false;
-    gemm.c = out.data;
-    gemm.ldc = out.ld;
-    gemm.stride_c = p.value_dim;
-    Gemm(device, gemm, queue);
+    int end = s + 1;
+    while (end < batch.num_sequences && !is_long(end)) ++end;
+    AttendLatent(device, p, *projection, scratch, fast, batch.host_token_begin[s], batch.host_token_begin[end], queue);
+    s = end;
   }
   if (p.gate) {
     LaunchShape shape;

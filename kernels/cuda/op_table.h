@@ -23,7 +23,7 @@ size_t KdaScratchBytes(const Device& device, int64_t tokens, int64_t sequences, 
 void Kda(const Device& device, const KdaParams& params, cudaStream_t queue);
 std::unique_ptr<LatentProjection> MakeLatentProjection(const Device& device, Uploader& uploader, const HostTensor& kv_b,
                                                        int32_t heads, int32_t nope_dim, int32_t value_dim);
-size_t MlaScratchBytes(const Device& device, int64_t tokens, int64_t heads, int64_t latent_dim);
+size_t MlaScratchBytes(const Device& device, int64_t tokens, int64_t heads, int64_t latent_dim, int64_t max_context);
 void MlaAppend(const Device& device, const MlaAppendParams& params, cudaStream_t queue);
 void MlaAttention(const Device& device, const MlaAttentionParams& params, cudaStream_t queue);
 size_t MoeScratchBytes(const Device& device, int64_t tokens, int32_t top_k, int32_t experts, int64_t in, int64_t inner);

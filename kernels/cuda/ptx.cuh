@@ -81,11 +81,6 @@ __device__ __forceinline__ void CopyBulkOut(void* global, const void* shared, ui
 // Waits until the thread's bulk copies out have read their shared memory.
 __device__ __forceinline__ void CopyBulkOutWaitRead() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// A barrier of `threads` threads under one of the hardware's 16 numbers; 0 is __syncthreads.
-__device__ __forceinline__ void NamedBarrier(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
 // --- matrix fragments ---
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned).
