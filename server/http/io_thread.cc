@@ -70,6 +70,9 @@ void HttpIoThread::Run() {
 void HttpIoThread::Join() {
   if (!thread_.joinable()) return;
   boost::asio::post(context_, [this] {
+    // A sweep that is due already cannot be cancelled, and a connection may still be on its way to Add: neither may start
+    // work that would keep the loop running.
+    stopping_ = true;
     CloseAll();
     timer_.cancel();
     guard_.reset();
@@ -79,6 +82,7 @@ void HttpIoThread::Join() {
 }
 
 void HttpIoThread::Add(std::shared_ptr<HttpConnection> connection) {
+  if (stopping_) return;  // its socket closes with it
   connections_.insert(connection);
   connection->Start();
 }
@@ -94,6 +98,7 @@ void HttpIoThread::CloseAll() {
 }
 
 void HttpIoThread::Sweep() {
+  if (stopping_) return;
   UpdateDate();
   const Clock::time_point now = Clock::now();
   const std::vector<std::shared_ptr<HttpConnection>> all(connections_.begin(), connections_.end());

@@ -87,6 +87,7 @@ class HttpIoThread {
   const std::shared_ptr<HttpWakeQueue> wakes_;
   std::unordered_set<std::shared_ptr<HttpConnection>> connections_;
   std::string date_;
+  bool stopping_ = false;  // set by Join, in the loop
   std::thread thread_;
 };
 

@@ -586,6 +586,18 @@ TEST_F(HttpServerTest, DrainFinishesAnswersAndStopEndsTheRest) {
   endless_job->Push("ignored");  // wakes may outlive the server
 }
 
+// A sweep that is due when the loop is told to end must not start another, nor a connection that comes at that moment.
+TEST_F(HttpServerTest, EndsWhateverIsDueAtThatMoment) {
+  HttpServerOptions options;
+  options.sweep_interval = std::chrono::microseconds(100);
+  for (int i = 0; i < 300; ++i) {
+    Start(options);
+    HttpClient client(port());
+    std::this_thread::sleep_for(std::chrono::microseconds(i * 7));
+    server_->Stop(Clock::duration::zero());
+  }
+}
+
 TEST_F(HttpServerTest, AnAddressInUseIsAStatus) {
   HttpServerOptions options;
   options.port = port();
