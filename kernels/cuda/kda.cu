@@ -9,9 +9,9 @@
 namespace k3::cuda {
 namespace {
 
-constexpr int kStepLimit = 8;             // sequences of at most so many tokens take the fused step (bf16)
-constexpr int64_t kMaxChunkHeads = 6144;  // of one round: 418 MiB of chunk data
-constexpr int64_t kMaxBorders = 512;      // (segment, head) pairs of one round whose borders have room
+constexpr int kStepLimit = 8;              // sequences of at most so many tokens take the fused step (bf16)
+constexpr int64_t kMaxChunkHeads = 16384;  // of one round: 1.1 GiB of chunk data
+constexpr int64_t kMaxBorders = 512;       // (segment, head) pairs of one round whose borders have room
 constexpr int kPlanThreads = 1024;
 
 // Most chunks that sequences of together `tokens` tokens can have without snapshots: each long sequence may begin and
@@ -54,15 +54,17 @@ struct RecurVariant {
 };
 constexpr int kUnsplit = 1 << 30;
 
-// `runs` sequences in a round, the longest of `longest` chunks.
-RecurVariant ChooseRecur(const Device& device, int64_t runs, int64_t longest, int64_t heads, int max_segments) {
+// A round has about `runs` runs and at most `most_runs`, the longest of `longest` chunks.
+RecurVariant ChooseRecur(const Device& device, int64_t runs, int64_t most_runs, int64_t longest, int64_t heads,
+                         int64_t max_segments) {
   RecurVariant variant{kValueBlocks, kUnsplit};
-  while (variant.warps > 2 && runs * heads * (kValueBlocks / variant.warps) * 2 <= device.multiprocessors)
+  while (variant.warps > 2 && runs * heads * (kValueBlocks / variant.warps) * 2 <= device.multiprocessors) {
     variant.warps /= 2;
+  }
   if (device.batch_invariant) return variant;  // the sums of a sequence must not depend on its company
   const int64_t blocks = runs * heads * (kValueBlocks / variant.warps);
   // Segments cost a second pass over the state products; they pay once most of the device would idle and runs are long.
-  const int64_t want = std::min({max_segments / runs, 2 * device.multiprocessors / blocks, longest / 8});
+  const int64_t want = std::min({max_segments / most_runs, 2 * device.multiprocessors / blocks, longest / 8});
   if (want >= 3) variant.segment_chunks = static_cast<int>(CeilDiv(longest, want));
   return variant;
 }
@@ -145,9 +147,11 @@ void Chunked(const Device& device, const KdaParams& p, cudaStream_t queue) {
   const int rounds = static_cast<int>(CeilDiv(chunks, scratch.round_chunks));
   K3_REQUIRE(rounds <= kMaxKdaRounds, "the step has " + std::to_string(chunks) + " chunks, at most " +
                                           std::to_string(int64_t{kMaxKdaRounds} * scratch.round_chunks) + " fit");
-  const int64_t runs = std::min<int64_t>(longs, scratch.round_chunks);
+  // A round holds whole short sequences or a part of a long one.
+  const int64_t most_runs = std::min<int64_t>(longs, scratch.round_chunks);
+  const int64_t runs = std::min(most_runs, CeilDiv(scratch.round_chunks * longs, chunks) + 1);
   longest = std::min<int64_t>(longest + batch.num_snapshots, scratch.round_chunks);
-  const RecurVariant variant = ChooseRecur(device, runs, longest, p.heads, scratch.max_segments);
+  const RecurVariant variant = ChooseRecur(device, runs, most_runs, longest, p.heads, scratch.max_segments);
   const bool split = variant.segment_chunks != kUnsplit;
   const bool pairs_aligned = RowsAligned(p, 2);
 
@@ -164,7 +168,7 @@ void Chunked(const Device& device, const KdaParams& p, cudaStream_t queue) {
             .block = dim3(kPrepareThreads),
             .shared = sizeof(KdaPrepareShared)},
            queue, "KdaPrepare", p, batch, scratch, round, pairs_aligned);
-    const int64_t segments = std::min(round_chunks, runs * (split ? CeilDiv(longest, variant.segment_chunks) : 1));
+    const int64_t segments = std::min(round_chunks, most_runs * (split ? CeilDiv(longest, variant.segment_chunks) : 1));
     LaunchShape recur;
     recur.block = dim3(static_cast<unsigned>(32 * variant.warps));
     recur.shared = KdaRecurShared(variant.warps);

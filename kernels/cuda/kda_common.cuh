@@ -17,12 +17,13 @@ __device__ __forceinline__ float KdaLogDecay(const KdaParams& p, float rate, flo
   return -rate * (z > 20.0f ? z : log1pf(expf(z)));
 }
 
-// The same with the fast functions; a slow decay keeps its relative accuracy, for memory over a million tokens.
-__device__ __forceinline__ float KdaLogDecayFast(const KdaParams& p, float rate, float z) {
-  if (p.gate_kind == KdaGate::kBounded) return __fdividef(p.gate_lower_bound, 1.0f + __expf(-rate * z));
-  const float e = __expf(z);
-  const float softplus = e < 0.02f ? e * (1.0f - e * (0.5f - e * 0.33333333f)) : __logf(1.0f + e);
-  return -rate * (z > 20.0f ? z : softplus);
+// The same to base 2 with the fast functions; a slow decay keeps its relative accuracy, for memory over a million
+// tokens.
+__device__ __forceinline__ float KdaLog2DecayFast(const KdaParams& p, float rate, float z) {
+  if (p.gate_kind == KdaGate::kBounded) return p.gate_lower_bound * kLog2E * Sigmoid(rate * z);
+  const float e = Exp2(z * kLog2E);
+  const float log2 = e < 0.02f ? e * (1.0f - e * (0.5f - e * 0.33333333f)) * kLog2E : __log2f(1.0f + e);
+  return -rate * (z > 20.0f ? z * kLog2E : log2);
 }
 
 __device__ __forceinline__ char* KdaConvSlot(const KdaParams& p, int slot) {

@@ -47,19 +47,29 @@ __device__ __forceinline__ uint32_t LoadPair(const bf16* from, bool aligned) {
   return bits[0] | static_cast<uint32_t>(bits[1]) << 16;
 }
 
-// Convolution and SiLU of two channels over the 8 rows from `row`, rounded to bf16 pairs; rows from `end` on are zero.
-__device__ __forceinline__ void ConvHalfTile(const KdaInputs<bf16>& inputs, const float* taps, int row, int end,
-                                             int64_t channel, bool aligned, uint32_t (&out)[kHalfRows]) {
+// `offset` in bytes; unsigned 32-bit offsets from a base that is the same for the whole block cost no 64-bit
+// arithmetic.
+__device__ __forceinline__ uint32_t LoadPairAt(const char* base, uint32_t offset, bool aligned) {
+  return LoadPair(reinterpret_cast<const bf16*>(base + offset), aligned);
+}
+
+// Convolution and SiLU of two channels over 8 rows, rounded to bf16 pairs. `base` is the chunk's first row, `offset`
+// the place of the channels in the first of the 8 rows, which is row `row` of the sequence; `count` of the 8 rows
+// exist, the others come out zero.
+__device__ __forceinline__ void ConvHalfTile(const KdaInputs<bf16>& inputs, const float* taps, const char* base,
+                                             uint32_t offset, uint32_t row_bytes, int row, int count, int64_t channel,
+                                             bool aligned, uint32_t (&out)[kHalfRows]) {
   constexpr int kHistory = kChunkTaps - 1;
   uint32_t raw[kHalfRows + kHistory];
 #pragma unroll
   for (int i = 0; i < kHistory; ++i) {
-    const bf16* source = row - kHistory + i < end ? inputs.Row(row - kHistory + i) : nullptr;
-    raw[i] = source != nullptr ? LoadPair(source + channel, aligned) : 0;
+    const bf16* source = inputs.Row(row - kHistory + i);
+    raw[i] = source != nullptr && count > 0 ? LoadPair(source + channel, aligned) : 0;
   }
-  const bf16* source = inputs.step + row * inputs.ld + channel;
 #pragma unroll
-  for (int i = 0; i < kHalfRows; ++i) raw[kHistory + i] = row + i < end ? LoadPair(source + i * inputs.ld, aligned) : 0;
+  for (int i = 0; i < kHalfRows; ++i) {
+    raw[kHistory + i] = i < count ? LoadPairAt(base, offset + i * row_bytes, aligned) : 0;
+  }
   float low[kChunkTaps], high[kChunkTaps];
   LoadFloats<kChunkTaps>(taps + channel * kChunkTaps, low);
   LoadFloats<kChunkTaps>(taps + (channel + 1) * kChunkTaps, high);
@@ -71,7 +81,7 @@ __device__ __forceinline__ void ConvHalfTile(const KdaInputs<bf16>& inputs, cons
       x = fmaf(low[j], LowBf16(raw[i + j]), x);
       y = fmaf(high[j], HighBf16(raw[i + j]), y);
     }
-    out[i] = row + i < end ? PackBf16(Silu(x), Silu(y)) : 0;
+    out[i] = i < count ? PackBf16(Silu(x), Silu(y)) : 0;
   }
 }
 
@@ -228,15 +238,29 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
     const int64_t width = static_cast<int64_t>(p.heads) * kChunkDim;
     const int64_t home = static_cast<int64_t>(head) * kChunkDim + channel;
     const int row = chunk.begin - sequence_begin + first_row;
-    const int end = chunk.end - sequence_begin;
+    const int count = min(kHalfRows, chunk.end - chunk.begin - first_row);
     const float rate = __expf(p.a_log[head]);
-    const bf16* decays = static_cast<const bf16*>(p.decay.data) + (chunk.begin + first_row) * p.decay.ld + home;
+    // The chunk's rows at this head, for the whole block; then this thread's place in them.
+    const char* decays = reinterpret_cast<const char*>(
+        static_cast<const bf16*>(p.decay.data) + chunk.begin * p.decay.ld + static_cast<int64_t>(head) * kChunkDim);
+    const uint32_t decay_bytes = static_cast<uint32_t>(p.decay.ld) * 2;
+    const uint32_t decay_offset = first_row * decay_bytes + channel * 2;
     uint32_t decay[kHalfRows];
 #pragma unroll
-    for (int i = 0; i < kHalfRows; ++i) decay[i] = row + i < end ? LoadPair(decays + i * p.decay.ld, pairs_aligned) : 0;
-    ConvHalfTile(inputs, p.conv_taps, row, end, home, pairs_aligned, q);
-    ConvHalfTile(inputs, p.conv_taps, row, end, width + home, pairs_aligned, k);
-    ConvHalfTile(inputs, p.conv_taps, row, end, 2 * width + home, pairs_aligned, v);
+    for (int i = 0; i < kHalfRows; ++i) {
+      decay[i] = i < count ? LoadPairAt(decays, decay_offset + i * decay_bytes, pairs_aligned) : 0;
+    }
+    const char* rows = reinterpret_cast<const char*>(static_cast<const bf16*>(p.qkv.data) + chunk.begin * p.qkv.ld +
+                                                     static_cast<int64_t>(head) * kChunkDim);
+    const uint32_t row_bytes = static_cast<uint32_t>(p.qkv.ld) * 2;
+    const uint32_t offset = first_row * row_bytes + channel * 2;
+    const auto convolve = [&](int part, uint32_t(&to)[kHalfRows]) {
+      ConvHalfTile(inputs, p.conv_taps, rows + 2 * part * width, offset, row_bytes, row, count, part * width + home,
+                   pairs_aligned, to);
+    };
+    convolve(0, q);
+    convolve(1, k);
+    convolve(2, v);
     float square[16];
 #pragma unroll
     for (int i = 0; i < kHalfRows; ++i) {
@@ -249,9 +273,9 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
     float sum0 = 0, sum1 = 0;
 #pragma unroll
     for (int i = 0; i < kHalfRows; ++i) {
-      if (row + i < end) {
-        sum0 += fmaxf(KdaLogDecayFast(p, rate, LowBf16(decay[i]) + bias0) * kLog2E, kLeastLog2Decay);
-        sum1 += fmaxf(KdaLogDecayFast(p, rate, HighBf16(decay[i]) + bias1) * kLog2E, kLeastLog2Decay);
+      if (i < count) {
+        sum0 += fmaxf(KdaLog2DecayFast(p, rate, LowBf16(decay[i]) + bias0), kLeastLog2Decay);
+        sum1 += fmaxf(KdaLog2DecayFast(p, rate, HighBf16(decay[i]) + bias1), kLeastLog2Decay);
       }
       c0[i] = sum0;
       c1[i] = sum1;

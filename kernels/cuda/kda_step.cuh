@@ -34,9 +34,12 @@ struct KdaStepShared {
   uint64_t full[kStepStages];
 };
 
-// What a thread fetches for a token: a channel's window of raw inputs, or for a decay (logit, bias, beta logit, A_log).
+// What a thread fetches for a token, as it lies in memory, so that nothing waits for it before it is used: a channel's
+// window of raw inputs and its taps, or for a decay (logit, beta logit) and (bias, A_log).
+template <typename T>
 struct KdaStepInput {
-  float x[kStepTaps];
+  T x[kStepTaps];
+  float weight[kStepTaps];
 };
 
 // Sequences of more than max_tokens are left alone.
@@ -74,7 +77,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, Se
     CopyBulk(s.state[stage], state_of(slot, item % p.heads), kStateBytes, &s.full[stage]);
   };
   const auto fetch_input = [&](int item, int token) {
-    KdaStepInput in = {};
+    KdaStepInput<T> in = {};
     if (item >= items) return in;
     const int sequence = item / p.heads, head = item % p.heads;
     const int begin = batch.token_begin[sequence];
@@ -84,14 +87,16 @@ __global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, Se
 #pragma unroll
       for (int j = 0; j < kStepTaps; ++j) {
         const T* row = inputs.Row(token - (kStepTaps - 1) + j);
-        in.x[j] = row != nullptr ? ToFloat(row[part * width + channel]) : 0.0f;
+        if (row != nullptr) in.x[j] = row[part * width + channel];
       }
+      const float4 taps = *reinterpret_cast<const float4*>(p.conv_taps + (part * width + channel) * kStepTaps);
+      in.weight[0] = taps.x, in.weight[1] = taps.y, in.weight[2] = taps.z, in.weight[3] = taps.w;
     } else {
       const int64_t row = begin + token;
-      in.x[0] = ToFloat(static_cast<const T*>(p.decay.data)[row * p.decay.ld + channel]);
-      in.x[1] = p.dt_bias[channel];
-      in.x[2] = ToFloat(static_cast<const T*>(p.beta.data)[row * p.beta.ld + head]);
-      in.x[3] = p.a_log[head];
+      in.x[0] = static_cast<const T*>(p.decay.data)[row * p.decay.ld + channel];
+      in.x[1] = static_cast<const T*>(p.beta.data)[row * p.beta.ld + head];
+      in.weight[0] = p.dt_bias[channel];
+      in.weight[1] = p.a_log[head];
     }
     return in;
   };
@@ -105,7 +110,8 @@ __global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, Se
     fetch_state(item, 0);
     fetch_state(following, 1);
   }
-  KdaStepInput input = fetch_input(item, 0);
+  const float norm_weight = p.norm_weight[c];
+  KdaStepInput<T> input = fetch_input(item, 0);
   unsigned arrived = 0;  // parity of each stage's next arrival, a bit a stage
   __syncthreads();
 
@@ -116,18 +122,16 @@ __global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, Se
     const int slot = batch.state_slot[sequence];
     const int after_following = next_item(following + gridDim.x);
     const int64_t channel = static_cast<int64_t>(head) * kStepDim + c;
-    float tap[kStepTaps] = {};
-    if (part < 3) LoadFloats<kStepTaps>(p.conv_taps + (part * width + channel) * kStepTaps, tap);
     int snapshot = batch.num_snapshots > 0 ? FirstSnapshot(batch, begin) : 0;
     float state[kStepRows][4];
 
     for (int token = 0; token < tokens; ++token) {
       const bool last = token + 1 == tokens;
-      const KdaStepInput current = input;
+      const KdaStepInput<T> current = input;
       if (part < 3) {
         float sum = 0;
 #pragma unroll
-        for (int j = 0; j < kStepTaps; ++j) sum = fmaf(tap[j], current.x[j], sum);
+        for (int j = 0; j < kStepTaps; ++j) sum = fmaf(current.weight[j], ToFloat(current.x[j]), sum);
         sum = Rounded<T>(Silu(sum));
         (part == 0 ? s.q : part == 1 ? s.k : s.v)[c] = sum;
         if (part < 2) {
@@ -135,12 +139,12 @@ __global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, Se
           if (lane == 0) s.square[warp] = square;
         }
       } else {
-        s.decay[c] = expf(KdaLogDecay(p, expf(current.x[3]), current.x[0] + current.x[1]));
-        if (c == 0) s.beta = Sigmoid(current.x[2]);
+        s.decay[c] = expf(KdaLogDecay(p, expf(current.weight[1]), ToFloat(current.x[0]) + current.weight[0]));
+        if (c == 0) s.beta = Sigmoid(ToFloat(current.x[1]));
       }
       input = last ? fetch_input(following, 0) : fetch_input(item, token + 1);
-      float gate = 0;
-      if (part == 0) gate = ToFloat(static_cast<const T*>(p.gate.data)[(begin + token) * p.gate.ld + channel]);
+      T gate = {};
+      if (part == 0) gate = static_cast<const T*>(p.gate.data)[(begin + token) * p.gate.ld + channel];
       __syncthreads();
 
       if (token == 0) {
@@ -219,8 +223,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, Se
         if (part < 3) {
 #pragma unroll
           for (int j = 1; j < kStepTaps; ++j) {
-            reinterpret_cast<T*>(KdaConvSlot(p, to))[(j - 1) * 3 * width + part * width + channel] =
-                FromFloat<T>(current.x[j]);
+            reinterpret_cast<T*>(KdaConvSlot(p, to))[(j - 1) * 3 * width + part * width + channel] = current.x[j];
           }
         }
       }
@@ -230,8 +233,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, Se
         if (part < 3) {
 #pragma unroll
           for (int j = 1; j < kStepTaps; ++j) {
-            reinterpret_cast<T*>(KdaConvSlot(p, slot))[(j - 1) * 3 * width + part * width + channel] =
-                FromFloat<T>(current.x[j]);
+            reinterpret_cast<T*>(KdaConvSlot(p, slot))[(j - 1) * 3 * width + part * width + channel] = current.x[j];
           }
         }
       }
@@ -246,7 +248,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, Se
         const float square = s.output_square[0] + s.output_square[1] + s.output_square[2] + s.output_square[3];
         const float scale = rsqrtf(square / kStepDim + p.norm_eps);
         static_cast<T*>(p.out.data)[(begin + token) * p.out.ld + channel] =
-            FromFloat<T>(o * scale * p.norm_weight[c] * Sigmoid(gate));
+            FromFloat<T>(o * scale * norm_weight * Sigmoid(ToFloat(gate)));
       }
     }
     item = following;

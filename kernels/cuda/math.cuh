@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/ptx.cuh"
+
 // Device arithmetic shared by the kernels: conversions, 16-byte vectors, warp and block reductions.
 namespace k3::cuda {
 
@@ -122,7 +124,8 @@ __device__ __forceinline__ int BlockScan(int value, int* shared, int& total) {
   return before + value;
 }
 
-__device__ __forceinline__ float Sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-__device__ __forceinline__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+// With the fast functions: a few ulp, 0 from x = -88 down.
+__device__ __forceinline__ float Sigmoid(float x) { return Reciprocal(1.0f + Exp2(x * -1.4426950408889634f)); }
+__device__ __forceinline__ float Silu(float x) { return x * Sigmoid(x); }
 
 }  // namespace k3::cuda

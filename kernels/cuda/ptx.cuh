@@ -177,6 +177,13 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
+// 1 / x to 1 ulp; 0 for infinite x, infinite for |x| below 2^-126.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // --- loads that pass the caches by ---
 
 __device__ __forceinline__ uint4 LoadStreaming16(const void* global) {

@@ -25,7 +25,10 @@ void Sample(const Device& device, const SampleParams& p, cudaStream_t queue) {
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(p.logits.rows * blocks));
   shape.block = dim3(kSampleThreads);
-  shape.shared = sizeof(SampleShared) + static_cast<size_t>(CeilDiv(vocab, blocks)) * sizeof(float);
+  // The slice also serves as a list of candidates.
+  const size_t slice = std::max(static_cast<size_t>(CeilDiv(vocab, blocks)) * sizeof(float),
+                                static_cast<size_t>(blocks) * kSampleFewList * sizeof(SampleEntry));
+  shape.shared = sizeof(SampleShared) + slice;
   shape.cluster = static_cast<unsigned>(blocks);
   K3_REQUIRE(shape.shared <= device.shared_per_block, "a vocabulary of " + std::to_string(vocab) + " is too large");
   Launch(&SampleKernel, shape, queue, "Sample", p, blocks);
