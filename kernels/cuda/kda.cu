@@ -161,13 +161,17 @@ void Chunked(const Device& device, const KdaParams& p, cudaStream_t queue) {
   for (int round = 0; round < rounds; ++round) {
     const int64_t round_chunks =
         std::min<int64_t>(scratch.round_chunks, chunks - int64_t{round} * scratch.round_chunks);
-    void (*prepare)(KdaParams, SequenceBatch, KdaScratch, int, bool) =
-        p.gate_kind == KdaGate::kBounded ? &KdaPrepareKernel<true> : &KdaPrepareKernel<false>;
+    void (*prepare)(KdaParams, SequenceBatch, KdaScratch, int);
+    if (p.gate_kind == KdaGate::kBounded) {
+      prepare = pairs_aligned ? &KdaPrepareKernel<true, true> : &KdaPrepareKernel<true, false>;
+    } else {
+      prepare = pairs_aligned ? &KdaPrepareKernel<false, true> : &KdaPrepareKernel<false, false>;
+    }
     Launch(prepare,
            {.grid = dim3(heads, static_cast<unsigned>(round_chunks)),
             .block = dim3(kPrepareThreads),
             .shared = sizeof(KdaPrepareShared)},
-           queue, "KdaPrepare", p, batch, scratch, round, pairs_aligned);
+           queue, "KdaPrepare", p, batch, scratch, round);
     const int64_t segments = std::min(round_chunks, most_runs * (split ? CeilDiv(longest, variant.segment_chunks) : 1));
     LaunchShape recur;
     recur.block = dim3(static_cast<unsigned>(32 * variant.warps));

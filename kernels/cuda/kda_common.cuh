@@ -19,8 +19,9 @@ __device__ __forceinline__ float KdaLogDecay(const KdaParams& p, float rate, flo
 
 // The same to base 2 with the fast functions; a slow decay keeps its relative accuracy, for memory over a million
 // tokens.
-__device__ __forceinline__ float KdaLog2DecayFast(const KdaParams& p, float rate, float z) {
-  if (p.gate_kind == KdaGate::kBounded) return p.gate_lower_bound * kLog2E * Sigmoid(rate * z);
+template <bool kBounded>
+__device__ __forceinline__ float KdaLog2DecayFast(float lower_bound, float rate, float z) {
+  if constexpr (kBounded) return lower_bound * kLog2E * Sigmoid(rate * z);
   const float e = Exp2(z * kLog2E);
   const float log2 = e < 0.02f ? e * (1.0f - e * (0.5f - e * 0.33333333f)) * kLog2E : __log2f(1.0f + e);
   return -rate * (z > 20.0f ? z * kLog2E : log2);

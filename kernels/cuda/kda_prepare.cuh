@@ -41,34 +41,37 @@ struct KdaPrepareShared {
   float beta[kChunkRows];
 };
 
-__device__ __forceinline__ uint32_t LoadPair(const bf16* from, bool aligned) {
-  if (aligned) return *reinterpret_cast<const uint32_t*>(from);
+template <bool kAligned>
+__device__ __forceinline__ uint32_t LoadPair(const bf16* from) {
+  if constexpr (kAligned) return *reinterpret_cast<const uint32_t*>(from);
   const uint16_t* bits = reinterpret_cast<const uint16_t*>(from);
   return bits[0] | static_cast<uint32_t>(bits[1]) << 16;
 }
 
 // `offset` in bytes; unsigned 32-bit offsets from a base that is the same for the whole block cost no 64-bit
 // arithmetic.
-__device__ __forceinline__ uint32_t LoadPairAt(const char* base, uint32_t offset, bool aligned) {
-  return LoadPair(reinterpret_cast<const bf16*>(base + offset), aligned);
+template <bool kAligned>
+__device__ __forceinline__ uint32_t LoadPairAt(const char* base, uint32_t offset) {
+  return LoadPair<kAligned>(reinterpret_cast<const bf16*>(base + offset));
 }
 
 // Convolution and SiLU of two channels over 8 rows, rounded to bf16 pairs. `base` is the chunk's first row, `offset`
 // the place of the channels in the first of the 8 rows, which is row `row` of the sequence; `count` of the 8 rows
 // exist, the others come out zero.
+template <bool kAligned>
 __device__ __forceinline__ void ConvHalfTile(const KdaInputs<bf16>& inputs, const float* taps, const char* base,
                                              uint32_t offset, uint32_t row_bytes, int row, int count, int64_t channel,
-                                             bool aligned, uint32_t (&out)[kHalfRows]) {
+                                             uint32_t (&out)[kHalfRows]) {
   constexpr int kHistory = kChunkTaps - 1;
   uint32_t raw[kHalfRows + kHistory];
 #pragma unroll
   for (int i = 0; i < kHistory; ++i) {
     const bf16* source = inputs.Row(row - kHistory + i);
-    raw[i] = source != nullptr && count > 0 ? LoadPair(source + channel, aligned) : 0;
+    raw[i] = source != nullptr && count > 0 ? LoadPair<kAligned>(source + channel) : 0;
   }
 #pragma unroll
   for (int i = 0; i < kHalfRows; ++i) {
-    raw[kHistory + i] = i < count ? LoadPairAt(base, offset + i * row_bytes, aligned) : 0;
+    raw[kHistory + i] = i < count ? LoadPairAt<kAligned>(base, offset + i * row_bytes) : 0;
   }
   float low[kChunkTaps], high[kChunkTaps];
   LoadFloats<kChunkTaps>(taps + channel * kChunkTaps, low);
@@ -214,10 +217,10 @@ __device__ __forceinline__ void DiagonalPairs(const float (&q0)[8], const float 
   }
 }
 
-// Grid (heads, chunks of the round).
-template <bool kBounded>
+// Grid (heads, chunks of the round). kAligned: rows of qkv and decay start on 4 bytes.
+template <bool kBounded, bool kAligned>
 __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
-    KdaPrepareKernel(KdaParams p, SequenceBatch batch, KdaScratch scratch, int round, bool pairs_aligned) {
+    KdaPrepareKernel(KdaParams p, SequenceBatch batch, KdaScratch scratch, int round) {
   KdaPrepareShared& s = *DynamicShared<KdaPrepareShared>();
   const int chunk_index = round * scratch.round_chunks + blockIdx.y;
   if (chunk_index >= scratch.plan->chunks) return;
@@ -248,15 +251,15 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
     uint32_t decay[kHalfRows];
 #pragma unroll
     for (int i = 0; i < kHalfRows; ++i) {
-      decay[i] = i < count ? LoadPairAt(decays, decay_offset + i * decay_bytes, pairs_aligned) : 0;
+      decay[i] = i < count ? LoadPairAt<kAligned>(decays, decay_offset + i * decay_bytes) : 0;
     }
     const char* rows = reinterpret_cast<const char*>(static_cast<const bf16*>(p.qkv.data) + chunk.begin * p.qkv.ld +
                                                      static_cast<int64_t>(head) * kChunkDim);
     const uint32_t row_bytes = static_cast<uint32_t>(p.qkv.ld) * 2;
     const uint32_t offset = first_row * row_bytes + channel * 2;
     const auto convolve = [&](int part, uint32_t(&to)[kHalfRows]) {
-      ConvHalfTile(inputs, p.conv_taps, rows + 2 * part * width, offset, row_bytes, row, count, part * width + home,
-                   pairs_aligned, to);
+      ConvHalfTile<kAligned>(inputs, p.conv_taps, rows + 2 * part * width, offset, row_bytes, row, count,
+                             part * width + home, to);
     };
     convolve(0, q);
     convolve(1, k);
@@ -274,8 +277,9 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
 #pragma unroll
     for (int i = 0; i < kHalfRows; ++i) {
       if (i < count) {
-        sum0 += fmaxf(KdaLog2DecayFast(p, rate, LowBf16(decay[i]) + bias0), kLeastLog2Decay);
-        sum1 += fmaxf(KdaLog2DecayFast(p, rate, HighBf16(decay[i]) + bias1), kLeastLog2Decay);
+        sum0 += fmaxf(KdaLog2DecayFast<kBounded>(p.gate_lower_bound, rate, LowBf16(decay[i]) + bias0), kLeastLog2Decay);
+        sum1 +=
+            fmaxf(KdaLog2DecayFast<kBounded>(p.gate_lower_bound, rate, HighBf16(decay[i]) + bias1), kLeastLog2Decay);
       }
       c0[i] = sum0;
       c1[i] = sum1;

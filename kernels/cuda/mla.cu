@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kBlockBytes = int64_t{64} << 20;  // latent queries of the tokens that are worked on together
 constexpr int kMaxSplits = 512;
+constexpr int64_t kVectorTokens = 4;                    // up to so many tokens products are matrix-vector products
 constexpr int64_t kExpandQueries = 160;                 // from so many on a sequence's keys and values are expanded
 constexpr int64_t kExpandedBytes = int64_t{256} << 20;  // of the keys that are expanded together
 constexpr int64_t kCarryBytes = int64_t{64} << 20;      // of the queries whose softmax is carried over blocks of keys
@@ -115,8 +116,8 @@ void AttendAny(const MlaAttentionParams& p, const MlaRows& rows, const MlaScratc
          static_cast<T*>(scratch.latent_out));
 }
 
-void AttendAbsorbed(const Device& device, const MlaAttentionParams& p, const MlaRows& rows, const MlaScratch& scratch,
-                    cudaStream_t queue) {
+AbsorbedArgs MakeAbsorbed(const Device& device, const MlaAttentionParams& p, const MlaRows& rows,
+                          const MlaScratch& scratch) {
   AbsorbedArgs args;
   args.rows = rows;
   args.pages = p.pages;
@@ -129,16 +130,48 @@ void AttendAbsorbed(const Device& device, const MlaAttentionParams& p, const Mla
   args.latent_out = static_cast<bf16*>(scratch.latent_out);
   args.partial = scratch.partial;
   args.partial_lse = scratch.partial_lse;
-  const unsigned tiles = static_cast<unsigned>(rows.tiles), splits = static_cast<unsigned>(args.splits);
+  return args;
+}
+
+void LaunchAbsorbed(const AbsorbedArgs& args, const SequenceBatch& batch, cudaStream_t queue) {
+  const unsigned tiles = static_cast<unsigned>(args.rows.tiles), splits = static_cast<unsigned>(args.splits);
   Launch(&MlaAbsorbedKernel,
          {.grid = dim3(tiles, splits), .block = dim3(kAbsorbedThreads), .shared = sizeof(AbsorbedShared)}, queue,
-         "MlaAbsorbed", args, *p.batch);
-  if (splits == 1) return;
+         "MlaAbsorbed", args, batch);
+}
+
+void AttendAbsorbed(const Device& device, const MlaAttentionParams& p, const MlaRows& rows, const MlaScratch& scratch,
+                    cudaStream_t queue) {
+  const AbsorbedArgs args = MakeAbsorbed(device, p, rows, scratch);
+  LaunchAbsorbed(args, *p.batch, queue);
+  if (args.splits == 1) return;
   Launch(&MlaCombineKernel,
-         {.grid = dim3(kMlaTileRows, tiles),
+         {.grid = dim3(kMlaTileRows, static_cast<unsigned>(rows.tiles)),
           .block = dim3(kCombineThreads),
-          .shared = splits * sizeof(float) + sizeof(MlaTile)},
+          .shared = args.splits * sizeof(float) + sizeof(MlaTile)},
          queue, "MlaCombine", args, *p.batch);
+}
+
+// The absorbed form for a handful of tokens, the gate included.
+void AttendVectors(const Device& device, const MlaAttentionParams& p, const CudaLatentProjection& projection,
+                   const MlaRows& rows, const MlaScratch& scratch, cudaStream_t queue) {
+  const AbsorbedArgs args = MakeAbsorbed(device, p, rows, scratch);
+  const bf16* kv_b = static_cast<const bf16*>(projection.data());
+  const int head_rows = p.nope_dim + p.value_dim;
+  const unsigned heads = static_cast<unsigned>(p.heads),
+                 tokens = static_cast<unsigned>(rows.token_end - rows.token_begin);
+  Launch(&MlaLatentQueryKernel,
+         {.grid = dim3(heads, tokens, kAbsorbedLatent / kLatentColumns),
+          .block = dim3(kLatentThreads),
+          .shared = 8 * kLatentColumns * sizeof(float)},
+         queue, "MlaLatentQuery", args.q, p.nope_dim + p.rope_dim, kv_b, head_rows, rows.token_begin,
+         static_cast<bf16*>(scratch.latent_q));
+  LaunchAbsorbed(args, *p.batch, queue);
+  Launch(&MlaFinishRowKernel,
+         {.grid = dim3(heads, tokens),
+          .block = dim3(kFinishRowThreads),
+          .shared = (2 * kAbsorbedLatent + args.splits) * sizeof(float)},
+         queue, "MlaFinishRow", args, *p.batch, kv_b, head_rows, AsMatrix<const bf16>(p.gate), AsMatrix<bf16>(p.out));
 }
 
 // Rows of packed tokens [begin, end) in tiles that never hold two sequences.
@@ -322,6 +355,12 @@ void MlaAttention(const Device& device, const MlaAttentionParams& p, cudaStream_
   const bool expandable = fast && !device.batch_invariant && p.nope_dim == kPrefillNope &&
                           p.value_dim == kPrefillValue && RowsAligned16(p.q) && p.out.ld % 2 == 0 &&
                           Aligned(p.out.data, 4);
+  // All of the step at once, sequences alike: the decode of few sequences.
+  if (fast && !device.batch_invariant && batch.num_tokens <= kVectorTokens && p.nope_dim == kPrefillNope &&
+      p.value_dim == kPrefillValue) {
+    const MlaRows rows = MakeRows(batch, 0, batch.num_tokens, p.heads);
+    if (rows.tiles_per_sequence > 0) return AttendVectors(device, p, *projection, rows, scratch, queue);
+  }
   const auto is_long = [&](int s) {
     return expandable && batch.host_token_begin[s + 1] - batch.host_token_begin[s] >= kExpandQueries;
   };

@@ -221,6 +221,15 @@ __global__ void __launch_bounds__(kAbsorbedThreads, 1) MlaAbsorbedKernel(Absorbe
   }
 }
 
+// Splits of a tile that hold keys, and where the partial results of its row `r` begin.
+__device__ __forceinline__ int AbsorbedSplits(const AbsorbedArgs& args, const SequenceBatch& batch,
+                                              const MlaTile& tile) {
+  const int last = args.rows.token_begin + (tile.row + tile.count - 1) / args.rows.heads;
+  const int keys = batch.position[last] + 1;
+  const int split_keys = AbsorbedSplitKeys(keys, args.splits);
+  return (keys + split_keys - 1) / split_keys;
+}
+
 constexpr int kCombineThreads = 128;
 
 // latent_out[row] = sum over splits of their outputs, weighted by their share of the softmax. Grid (64, tiles).
@@ -235,10 +244,7 @@ __global__ void __launch_bounds__(kCombineThreads) MlaCombineKernel(AbsorbedArgs
   __syncthreads();
   const MlaTile tile = shared_tile;
   if (static_cast<int>(blockIdx.x) >= tile.count) return;
-  const int last = args.rows.token_begin + (tile.row + tile.count - 1) / args.rows.heads;
-  const int keys = batch.position[last] + 1;
-  const int split_keys = AbsorbedSplitKeys(keys, args.splits);
-  const int splits = (keys + split_keys - 1) / split_keys;
+  const int splits = AbsorbedSplits(args, batch, tile);
   const int64_t slot = (static_cast<int64_t>(blockIdx.y) * kMlaTileRows + blockIdx.x) * args.splits;
   float top = -INFINITY;
   for (int i = lane; i < splits; i += 32) top = fmaxf(top, args.partial_lse[slot + i]);
@@ -266,6 +272,141 @@ __global__ void __launch_bounds__(kCombineThreads) MlaCombineKernel(AbsorbedArgs
       reinterpret_cast<uint2*>(args.latent_out + static_cast<int64_t>(tile.row + blockIdx.x) * kAbsorbedLatent) +
       threadIdx.x;
   *to = {PackBf16(out.x * scale, out.y * scale), PackBf16(out.z * scale, out.w * scale)};
+}
+
+// For a handful of tokens the products with the projection are matrix-vector products, bound by latency.
+
+constexpr int kLatentThreads = 128;
+constexpr int kLatentColumns = 128;  // of a block
+
+// latent_q[row] = q_nope Wuk. Grid (heads, tokens, latent / kLatentColumns): thread (group, octet) takes 16 inputs of 8
+// columns.
+__global__ void __launch_bounds__(kLatentThreads)
+    MlaLatentQueryKernel(Matrix<const bf16> q, int query_dim, const bf16* kv_b, int head_rows, int token_begin,
+                         bf16* latent_q) {
+  constexpr int kNope = 128, kGroups = 8;
+  float* sums = DynamicShared<float>();  // [kGroups][kLatentColumns]
+  const int head = blockIdx.x, octet = threadIdx.x % 16, group = threadIdx.x / 16;
+  const int column = blockIdx.z * kLatentColumns + 8 * octet;
+  const bf16* weights =
+      kv_b + (static_cast<int64_t>(head) * head_rows + group * (kNope / kGroups)) * kAbsorbedLatent + column;
+  const bf16* query = q.Row(token_begin + blockIdx.y) + head * query_dim + group * (kNope / kGroups);
+  float sum[8] = {};
+#pragma unroll
+  for (int k = 0; k < kNope / kGroups; ++k) {
+    const uint4 w = *reinterpret_cast<const uint4*>(weights + k * kAbsorbedLatent);
+    const float x = ToFloat(query[k]);
+    const uint32_t pairs[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum[2 * i] = fmaf(x, LowBf16(pairs[i]), sum[2 * i]);
+      sum[2 * i + 1] = fmaf(x, HighBf16(pairs[i]), sum[2 * i + 1]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sums[group * kLatentColumns + 8 * octet + i] = sum[i];
+  __syncthreads();
+  float total = 0;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) total += sums[g * kLatentColumns + threadIdx.x];
+  const int64_t row = static_cast<int64_t>(blockIdx.y) * gridDim.x + head;
+  latent_q[row * kAbsorbedLatent + blockIdx.z * kLatentColumns + threadIdx.x] = FromFloat<bf16>(total);
+}
+
+constexpr int kFinishRowThreads = 256;
+
+// out = (combined splits) Wuv^T times the gate, if there is one. Grid (heads, tokens); args.rows.tiles_per_sequence >
+// 0.
+__global__ void __launch_bounds__(kFinishRowThreads)
+    MlaFinishRowKernel(AbsorbedArgs args, SequenceBatch batch, const bf16* kv_b, int head_rows, Matrix<const bf16> gate,
+                       Matrix<bf16> out) {
+  constexpr int kValue = 128, kWarps = kFinishRowThreads / 32, kRows = kValue / kWarps;
+  float* latent = DynamicShared<float>();        // [2][512]
+  float* weight = latent + 2 * kAbsorbedLatent;  // [splits]
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int head = blockIdx.x, token = args.rows.token_begin + blockIdx.y;
+  // The weights of the warp's rows are on their way while the splits are combined.
+  uint4 w[kRows][2];
+  const bf16* weights =
+      kv_b + (static_cast<int64_t>(head) * head_rows + args.nope_dim + warp * kRows) * kAbsorbedLatent + 8 * lane;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      w[r][half] = *reinterpret_cast<const uint4*>(weights + r * kAbsorbedLatent + 256 * half);
+    }
+  }
+  const int sequence = batch.sequence_of_token[token];
+  MlaTile tile{};
+  const int rows = MlaSequenceRows(args.rows, batch, sequence, tile.row);
+  const int row = (token - args.rows.token_begin) * args.rows.heads + head - tile.row;  // within the sequence
+  const int index = row / kMlaTileRows;
+  tile.row += index * kMlaTileRows;
+  tile.count = min(kMlaTileRows, rows - index * kMlaTileRows);
+  if (args.splits == 1) {
+    const bf16* from = args.latent_out + (static_cast<int64_t>(blockIdx.y) * args.rows.heads + head) * kAbsorbedLatent;
+    for (int c = threadIdx.x; c < kAbsorbedLatent; c += kFinishRowThreads) {
+      latent[c] = ToFloat(from[c]);
+      latent[kAbsorbedLatent + c] = 0;
+    }
+  } else {
+    const int splits = AbsorbedSplits(args, batch, tile);
+    const int64_t slot =
+        (static_cast<int64_t>(sequence * args.rows.tiles_per_sequence + index) * kMlaTileRows + row % kMlaTileRows) *
+        args.splits;
+    float top = -INFINITY;
+    for (int i = lane; i < splits; i += 32) top = fmaxf(top, args.partial_lse[slot + i]);
+    top = WarpMax(top);
+    float sum = 0;
+    for (int i = lane; i < splits; i += 32) {
+      const float x = Exp2(args.partial_lse[slot + i] - top);
+      if (warp == 0) weight[i] = x;
+      sum += x;
+    }
+    sum = WarpSum(sum);
+    __syncthreads();
+    // Two halves of the block take every other split.
+    const int half = threadIdx.x / 128, column = threadIdx.x % 128 * 4;
+    float4 total = {};
+    const float* from = args.partial + slot * kAbsorbedLatent + column;
+#pragma unroll 8
+    for (int i = half; i < splits; i += 2) {
+      const float4 x = *reinterpret_cast<const float4*>(from + static_cast<int64_t>(i) * kAbsorbedLatent);
+      total.x = fmaf(weight[i], x.x, total.x);
+      total.y = fmaf(weight[i], x.y, total.y);
+      total.z = fmaf(weight[i], x.z, total.z);
+      total.w = fmaf(weight[i], x.w, total.w);
+    }
+    const float scale = 1.0f / sum;
+    *reinterpret_cast<float4*>(latent + half * kAbsorbedLatent + column) = {total.x * scale, total.y * scale,
+                                                                            total.z * scale, total.w * scale};
+  }
+  __syncthreads();
+  float sums[kRows] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float x[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int c = 256 * half + 8 * lane + i;
+      x[i] = latent[c] + latent[kAbsorbedLatent + c];
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const uint32_t pairs[4] = {w[r][half].x, w[r][half].y, w[r][half].z, w[r][half].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[r] = fmaf(x[2 * i], LowBf16(pairs[i]), sums[r]);
+        sums[r] = fmaf(x[2 * i + 1], HighBf16(pairs[i]), sums[r]);
+      }
+    }
+  }
+  WarpSumEach<kRows>(sums, lane);
+  if (lane < kRows) {
+    const int64_t column = static_cast<int64_t>(head) * kValue + warp * kRows + lane;
+    const float scale = gate.data != nullptr ? Sigmoid(ToFloat(gate.Row(token)[column])) : 1.0f;
+    out.Row(token)[column] = FromFloat<bf16>(sums[0] * scale);
+  }
 }
 
 }  // namespace k3::cuda

@@ -26,7 +26,7 @@ void Sample(const Device& device, const SampleParams& p, cudaStream_t queue) {
   shape.grid = dim3(static_cast<unsigned>(p.logits.rows * blocks));
   shape.block = dim3(kSampleThreads);
   // The slice also serves as a list of candidates.
-  const size_t slice = std::max(static_cast<size_t>(CeilDiv(vocab, blocks)) * sizeof(float),
+  const size_t slice = std::max(static_cast<size_t>(SampleSlice(static_cast<int>(vocab), blocks)) * sizeof(float),
                                 static_cast<size_t>(blocks) * kSampleFewList * sizeof(SampleEntry));
   shape.shared = sizeof(SampleShared) + slice;
   shape.cluster = static_cast<unsigned>(blocks);

@@ -21,9 +21,15 @@ constexpr int kSampleBlocks = 8;  // of a cluster, for large vocabularies
 constexpr int kSampleBuckets = 1024;
 constexpr int kSampleList = 512;  // entries that are ordered by comparing all with all
 constexpr int kSampleMaxTop = 128;
-constexpr int kSampleFewTop = 64;    // top_k up to which the kept entries are gathered in one block at once
-constexpr int kSampleFewList = 256;  // a block's candidates for them
+constexpr int kSampleFewTop = 64;               // top_k up to which the kept entries are gathered in one block at once
+constexpr int kSampleFewList = 256;             // a block's candidates for them
+constexpr float kLog2Of = 1.4426950408889634f;  // of e
 constexpr float kLackUnit = 1.0f / (1 << 19);
+
+// Ids of a block: a multiple of 4, so that slices are moved 16 bytes at a time; the last may end in -inf.
+__host__ __device__ constexpr int SampleSlice(int vocab, int blocks) {
+  return ((vocab + blocks - 1) / blocks + 3) / 4 * 4;
+}
 
 struct SampleEntry {
   float value;
@@ -65,27 +71,45 @@ class RowSampler {
         blocks_(blocks),
         rank_(static_cast<int>(ClusterRank())) {
     vocab_ = static_cast<int>(p.logits.cols);
-    const int per_block = (vocab_ + blocks - 1) / blocks;
+    const int per_block = SampleSlice(vocab_, blocks);
     begin_ = min(vocab_, rank_ * per_block);
     size_ = min(vocab_ - begin_, per_block);
+    packs_ = (size_ + 3) / 4;
     logits_ = static_cast<const float*>(p.logits.data) + row * p.logits.ld;
   }
 
   __device__ void Run() {
     if (rank_ == 0) Clear();
     // Raw statistics: maximum, sum of exponentials, anything that is not a number below +inf.
-    float top = -INFINITY;
+    float own_top = -INFINITY;
     bool bad = false;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < size_; i += kSampleThreads) {
-      const float z = logits_[begin_ + i];
-      x_[i] = z;
-      bad |= !(z < INFINITY);
-      top = fmaxf(top, z);
+    const float* from = logits_ + begin_;
+    const bool aligned = reinterpret_cast<uintptr_t>(from) % 16 == 0;
+#pragma unroll 5
+    for (int i = threadIdx.x; i < packs_; i += kSampleThreads) {
+      float4 z;
+      if (aligned && 4 * i + 3 < size_) {
+        z = *reinterpret_cast<const float4*>(from + 4 * i);
+      } else {
+        z.x = from[4 * i];
+        z.y = 4 * i + 1 < size_ ? from[4 * i + 1] : -INFINITY;
+        z.z = 4 * i + 2 < size_ ? from[4 * i + 2] : -INFINITY;
+        z.w = 4 * i + 3 < size_ ? from[4 * i + 3] : -INFINITY;
+      }
+      Slice(i) = z;
+      bad |= !(z.x < INFINITY) || !(z.y < INFINITY) || !(z.z < INFINITY) || !(z.w < INFINITY);
+      own_top = fmaxf(own_top, fmaxf(fmaxf(z.x, z.y), fmaxf(z.z, z.w)));
     }
-    top = BlockBest({top, 0}).value;
+    const float top = BlockBest({own_top, 0}).value;
     float sum = 0;
-    for (int i = threadIdx.x; i < size_; i += kSampleThreads) sum += top > -INFINITY ? __expf(x_[i] - top) : 0.0f;
+    if (top > -INFINITY) {
+      const auto power = [&](float z) { return Exp2((z - top) * kLog2Of); };
+#pragma unroll 5
+      for (int i = threadIdx.x; i < packs_; i += kSampleThreads) {
+        const float4 z = Slice(i);
+        sum += (power(z.x) + power(z.y)) + (power(z.z) + power(z.w));
+      }
+    }
     sum = BlockTotal(sum);
     const bool block_bad = __syncthreads_or(bad) != 0;
     const float4* all = Exchange({top, sum, block_bad ? 1.0f : 0.0f, 0.0f});
@@ -105,23 +129,31 @@ class RowSampler {
     if (row_.logprob_of >= 0 && row_.logprob_of < vocab_ && First()) p_.logprob[index_] = Logprob(row_.logprob_of);
     if (row_.draw == 0) return Finish(SampleStatus::kOk);
 
-    Edit();
-    SampleEntry best = Best([](const SampleEntry&) { return true; });
-    best = ClusterBest(best);
-    if (!(best.value > -INFINITY)) return Finish(SampleStatus::kNothingAllowed);
-    if (row_.temperature <= 0 || row_.top_k == 1) {
+    const bool greedy = row_.temperature <= 0 || row_.top_k == 1;
+    const bool edited = row_.edit_begin < row_.edit_end || row_.mask_row >= 0;
+    SampleEntry best{raw_top, 0};
+    if (edited || greedy) {
+      if (edited) {
+        Edit();
+        own_top = ThreadTop();
+      }
+      best = ClusterBest(Best([](const SampleEntry&) { return true; }));
+      if (!(best.value > -INFINITY)) return Finish(SampleStatus::kNothingAllowed);
+    }
+    if (greedy) {
       if (First()) Choose(best.id);
       return;
     }
 
-    SampleEntry own{-INFINITY, INT_MAX};  // this thread's largest
-    for (int i = threadIdx.x; i < size_; i += kSampleThreads) {
-      x_[i] = (x_[i] - best.value) / row_.temperature;
-      own.value = fmaxf(own.value, x_[i]);
+    best_ = best.value;
+    inverse_temperature_ = 1.0f / fmaxf(row_.temperature, 1e-37f);
+    cut_ = {-INFINITY, -1};
+    if (row_.top_k > 0 && row_.top_k <= kSampleFewTop && ChooseAmongFew(Distance(own_top))) return;
+    for (int i = threadIdx.x; i < packs_; i += kSampleThreads) {
+      const float4 z = Slice(i);
+      Slice(i) = {Distance(z.x), Distance(z.y), Distance(z.z), Distance(z.w)};
     }
     __syncthreads();
-    cut_ = {-INFINITY, -1};
-    if (row_.top_k > 0 && row_.top_k <= kSampleFewTop && ChooseAmongFew(own.value)) return;
     if (row_.top_k > 0 && row_.top_k < vocab_) CutAt<true>(static_cast<float>(row_.top_k));
     if (row_.top_p < 1) CutAt<false>(row_.top_p);
     if (row_.min_p > 0 && logf(row_.min_p) > cut_.value) cut_ = {logf(row_.min_p), INT_MAX};
@@ -129,6 +161,17 @@ class RowSampler {
   }
 
  private:
+  __device__ float4& Slice(int pack) const { return reinterpret_cast<float4*>(x_)[pack]; }
+  // From the maximum, in units of temperature: at most 0.
+  __device__ float Distance(float z) const { return (z - best_) * inverse_temperature_; }
+  __device__ float ThreadTop() const {
+    float top = -INFINITY;
+    for (int i = threadIdx.x; i < packs_; i += kSampleThreads) {
+      const float4 z = Slice(i);
+      top = fmaxf(top, fmaxf(fmaxf(z.x, z.y), fmaxf(z.z, z.w)));
+    }
+    return top;
+  }
   __device__ bool First() const { return rank_ == 0 && threadIdx.x == 0; }
   __device__ float Logprob(int id) const { return logits_[id] - raw_top_ - log_sum_; }
   __device__ bool Kept(float x, int id) const { return x > cut_.value || (x == cut_.value && id <= cut_.id); }
@@ -303,25 +346,36 @@ class RowSampler {
     FindBucket<true>(static_cast<float>(row_.top_k), false, -1);
     // Where fewer threads have anything, the last bucket takes all.
     const int bound = s_.missing > static_cast<float>(s_.total_count[s_.found]) ? kSampleBuckets - 1 : s_.found;
-    for (int i = threadIdx.x; i < size_; i += kSampleThreads) {
-      if (!(x_[i] > -INFINITY) || Bucket(x_[i]) > bound) continue;
+    // Of those few, few pass: look at the largest of four first. The logit bound has room for rounding.
+    const float least = bound == kSampleBuckets - 1
+                            ? -INFINITY
+                            : best_ - ((bound + 1) / 32.0f + 1e-3f) / inverse_temperature_ - 1e-6f * fabsf(best_);
+    const auto offer = [&](float z, int i) {
+      const float x = Distance(z);
+      if (!(x > -INFINITY) || Bucket(x) > bound) return;
       const int place = atomicAdd(&s_.list_size, 1);
-      if (place < kSampleFewList) s_.few[0][place] = {x_[i], begin_ + i};
+      if (place < kSampleFewList) s_.few[0][place] = {x, begin_ + i};
+    };
+#pragma unroll 2
+    for (int i = threadIdx.x; i < packs_; i += kSampleThreads) {
+      const float4 z = Slice(i);
+      if (!(fmaxf(fmaxf(z.x, z.y), fmaxf(z.z, z.w)) >= least)) continue;
+      offer(z.x, 4 * i);
+      offer(z.y, 4 * i + 1);
+      offer(z.z, 4 * i + 2);
+      offer(z.w, 4 * i + 3);
     }
     __syncthreads();
     const float4* sizes = Exchange({static_cast<float>(s_.list_size), 0.0f, 0.0f, 0.0f});
-    int own_sizes[kSampleBlocks];
+    const auto size_of = [&](int b) { return static_cast<int>(sizes[b].x); };
     bool fits = true;
-    for (int b = 0; b < blocks_; ++b) {
-      own_sizes[b] = static_cast<int>(sizes[b].x);
-      fits = fits && own_sizes[b] <= kSampleFewList;
-    }
+    for (int b = 0; b < blocks_; ++b) fits = fits && size_of(b) <= kSampleFewList;
     if (!fits) return false;
     // Block 0 takes the others' entries over; they wait for it.
     if (rank_ == 0) {
       for (int i = threadIdx.x; i < (blocks_ - 1) * kSampleFewList; i += kSampleThreads) {
         const int b = 1 + i / kSampleFewList, n = i % kSampleFewList;
-        if (n < own_sizes[b]) s_.few[b][n] = InBlock(&s_, b)->few[0][n];
+        if (n < size_of(b)) s_.few[b][n] = InBlock(&s_, b)->few[0][n];
       }
     }
     ClusterArrive();
@@ -334,7 +388,7 @@ class RowSampler {
     __syncthreads();
     const auto for_candidates = [&](const auto& f) {
       for (int i = threadIdx.x; i < blocks_ * kSampleFewList; i += kSampleThreads) {
-        if (i % kSampleFewList < own_sizes[i / kSampleFewList]) f(s_.few[i / kSampleFewList][i % kSampleFewList]);
+        if (i % kSampleFewList < size_of(i / kSampleFewList)) f(s_.few[i / kSampleFewList][i % kSampleFewList]);
       }
     };
     for_candidates([&](const SampleEntry& entry) { atomicAdd(&s_.total_count[Bucket(entry.value)], 1u); });
@@ -681,14 +735,15 @@ class RowSampler {
 
   const SampleParams& p_;
   SampleShared& s_;
-  float* x_;  // the block's slice: raw logits, edited logits, then distances from the maximum in units of temperature
+  float* x_;  // the block's slice: raw logits, edited logits, then their distances
   const SampleRow row_;
   const int index_;
   const int blocks_;
   const int rank_;
-  int vocab_, begin_, size_;
+  int vocab_, begin_, size_, packs_;
   const float* logits_;
   float raw_top_ = 0, log_sum_ = 0;
+  float best_ = 0, inverse_temperature_ = 1;  // of the edited logits
   SampleEntry cut_{};
   int parity_ = 0;
   bool running_ = false;
