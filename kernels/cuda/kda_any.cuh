@@ -54,7 +54,7 @@ __global__ void KdaAnyKernel(KdaParams p, SequenceBatch batch) {
     }
     for (int c = threadIdx.x; c < d; c += blockDim.x) {
       const float z = ToFloat(static_cast<const T*>(p.decay.data)[token * p.decay.ld + head * d + c]);
-      decay[c] = expf(KdaLogDecay(p, rate, z + p.dt_bias[head * d + c]));
+      decay[c] = expm1f(KdaLogDecay(p, rate, z + p.dt_bias[head * d + c]));  // as in kda_step.cuh
     }
     __syncthreads();
     float square_q = 0, square_k = 0;
@@ -70,12 +70,16 @@ __global__ void KdaAnyKernel(KdaParams p, SequenceBatch batch) {
     const float beta = Sigmoid(ToFloat(static_cast<const T*>(p.beta.data)[token * p.beta.ld + head]));
     float square_o = 0;
     for (int c = threadIdx.x; c < d; c += blockDim.x) {
+      const auto decayed = [&](int r) {
+        const float x = ToFloat(state[r * d + c]);
+        return fmaf(x, decay[r], x);
+      };
       float prediction = 0;
-      for (int r = 0; r < d; ++r) prediction = fmaf(ToFloat(state[r * d + c]) * decay[r], k[r] * scale_k, prediction);
+      for (int r = 0; r < d; ++r) prediction = fmaf(decayed(r), k[r] * scale_k, prediction);
       const float u = beta * (v[c] - prediction);
       float sum = 0;
       for (int r = 0; r < d; ++r) {
-        const float x = fmaf(k[r] * scale_k, u, ToFloat(state[r * d + c]) * decay[r]);
+        const float x = fmaf(k[r] * scale_k, u, decayed(r));
         state[r * d + c] = FromFloat<StateT>(x);
         sum = fmaf(x, q[r] * scale_q, sum);
       }

@@ -55,23 +55,29 @@ __device__ __forceinline__ uint32_t LoadPairAt(const char* base, uint32_t offset
   return LoadPair<kAligned>(reinterpret_cast<const bf16*>(base + offset));
 }
 
-// Convolution and SiLU of two channels over 8 rows, rounded to bf16 pairs. `base` is the chunk's first row, `offset`
-// the place of the channels in the first of the 8 rows, which is row `row` of the sequence; `count` of the 8 rows
-// exist, the others come out zero.
+// Convolution and SiLU of two channels over 8 rows, rounded to bf16 pairs. `before` is three rows ahead of the chunk's
+// first, `offset` the place of the channels three rows ahead of the 8, which begin at row `row` of the sequence.
+// `count` of the 8 rows exist; what comes out for the others is finite and of no effect, as their beta is 0.
 template <bool kAligned>
-__device__ __forceinline__ void ConvHalfTile(const KdaInputs<bf16>& inputs, const float* taps, const char* base,
+__device__ __forceinline__ void ConvHalfTile(const KdaInputs<bf16>& inputs, const float* taps, const char* before,
                                              uint32_t offset, uint32_t row_bytes, int row, int count, int64_t channel,
                                              uint32_t (&out)[kHalfRows]) {
   constexpr int kHistory = kChunkTaps - 1;
   uint32_t raw[kHalfRows + kHistory];
+  if (row >= kHistory) {
 #pragma unroll
-  for (int i = 0; i < kHistory; ++i) {
-    const bf16* source = inputs.Row(row - kHistory + i);
-    raw[i] = source != nullptr && count > 0 ? LoadPair<kAligned>(source + channel) : 0;
+    for (int i = 0; i < kHistory; ++i) raw[i] = count > 0 ? LoadPairAt<kAligned>(before, offset + i * row_bytes) : 0;
+  } else {
+    // The sequence's first rows: what was stored comes before.
+#pragma unroll
+    for (int i = 0; i < kHistory; ++i) {
+      const bf16* source = inputs.Row(row - kHistory + i);
+      raw[i] = source != nullptr && count > 0 ? LoadPair<kAligned>(source + channel) : 0;
+    }
   }
 #pragma unroll
   for (int i = 0; i < kHalfRows; ++i) {
-    raw[kHistory + i] = i < count ? LoadPairAt<kAligned>(base, offset + i * row_bytes) : 0;
+    raw[kHistory + i] = i < count ? LoadPairAt<kAligned>(before, offset + (kHistory + i) * row_bytes) : 0;
   }
   float low[kChunkTaps], high[kChunkTaps];
   LoadFloats<kChunkTaps>(taps + channel * kChunkTaps, low);
@@ -84,7 +90,7 @@ __device__ __forceinline__ void ConvHalfTile(const KdaInputs<bf16>& inputs, cons
       x = fmaf(low[j], LowBf16(raw[i + j]), x);
       y = fmaf(high[j], HighBf16(raw[i + j]), y);
     }
-    out[i] = i < count ? PackBf16(Silu(x), Silu(y)) : 0;
+    out[i] = PackBf16(Silu(x), Silu(y));
   }
 }
 
@@ -253,12 +259,13 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
     for (int i = 0; i < kHalfRows; ++i) {
       decay[i] = i < count ? LoadPairAt<kAligned>(decays, decay_offset + i * decay_bytes) : 0;
     }
-    const char* rows = reinterpret_cast<const char*>(static_cast<const bf16*>(p.qkv.data) + chunk.begin * p.qkv.ld +
-                                                     static_cast<int64_t>(head) * kChunkDim);
+    const char* before = reinterpret_cast<const char*>(static_cast<const bf16*>(p.qkv.data) +
+                                                       (chunk.begin - (kChunkTaps - 1)) * p.qkv.ld +
+                                                       static_cast<int64_t>(head) * kChunkDim);
     const uint32_t row_bytes = static_cast<uint32_t>(p.qkv.ld) * 2;
     const uint32_t offset = first_row * row_bytes + channel * 2;
     const auto convolve = [&](int part, uint32_t(&to)[kHalfRows]) {
-      ConvHalfTile<kAligned>(inputs, p.conv_taps, rows + 2 * part * width, offset, row_bytes, row, count,
+      ConvHalfTile<kAligned>(inputs, p.conv_taps, before + 2 * part * width, offset, row_bytes, row, count,
                              part * width + home, to);
     };
     convolve(0, q);
@@ -276,11 +283,12 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
     float sum0 = 0, sum1 = 0;
 #pragma unroll
     for (int i = 0; i < kHalfRows; ++i) {
-      if (i < count) {
-        sum0 += fmaxf(KdaLog2DecayFast<kBounded>(p.gate_lower_bound, rate, LowBf16(decay[i]) + bias0), kLeastLog2Decay);
-        sum1 +=
-            fmaxf(KdaLog2DecayFast<kBounded>(p.gate_lower_bound, rate, HighBf16(decay[i]) + bias1), kLeastLog2Decay);
-      }
+      // Without branches, as are the rows that do not exist.
+      const float valid = i < count ? 1.0f : 0.0f;
+      const float g0 = KdaLog2DecayFast<kBounded>(p.gate_lower_bound, rate, LowBf16(decay[i]) + bias0);
+      const float g1 = KdaLog2DecayFast<kBounded>(p.gate_lower_bound, rate, HighBf16(decay[i]) + bias1);
+      sum0 = fmaf(valid, kBounded ? g0 : fmaxf(g0, kLeastLog2Decay), sum0);
+      sum1 = fmaf(valid, kBounded ? g1 : fmaxf(g1, kLeastLog2Decay), sum1);
       c0[i] = sum0;
       c1[i] = sum1;
     }
@@ -352,13 +360,18 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
     }
     DiagonalPairs(q0, q1, k0, k1, c0, c1, lane, s.pairs[warp % 2][part]);
   }
-  for (int i = threadIdx.x; i < 6 * kChunkDim; i += kPrepareThreads) {
-    const int pair = i / kChunkDim, c = i % kChunkDim;
+  if (warp < 12) {
+    const int pair = warp / 2;
     const int a = pair < 1 ? 1 : pair < 3 ? 2 : 3, b = pair - a * (a - 1) / 2;
     // Half tiles between the two anchors.
-    float sum = 0;
-    for (int h = kBounded ? 2 * b + 1 : 2 * b + 2; h < (kBounded ? 2 * a + 1 : 2 * a); ++h) sum += s.total[h][c];
-    s.pair_factor[pair][c] = Exp2(sum);
+    const int first = kBounded ? 2 * b + 1 : 2 * b + 2, end = kBounded ? 2 * a + 1 : 2 * a;
+    float sum0 = 0, sum1 = 0;
+#pragma unroll
+    for (int h = 1; h < kHalfTiles - 1; ++h) {
+      const float2 total = *reinterpret_cast<const float2*>(&s.total[h][channel]);
+      if (h >= first && h < end) sum0 += total.x, sum1 += total.y;
+    }
+    *reinterpret_cast<float2*>(&s.pair_factor[pair][channel]) = {Exp2(sum0), Exp2(sum1)};
   }
   if (part == 0) {
     out.decay[channel] = Exp2(total0 + after0);

@@ -25,7 +25,7 @@ struct KdaStepShared {
   alignas(128) StateT state[kStepStages][kStepDim * kStepDim];
   float partial[2][kStepWarps][kStepDim];       // prediction | output, over the rows of a warp
   float q[kStepDim], k[kStepDim], v[kStepDim];  // after the convolution; q and k not yet normalised
-  float decay[kStepDim];                        // exp(g)
+  float decay[kStepDim];                        // exp(g) - 1: near 1 a rounded exp(g) would err alike at every token
   float u[kStepDim], o[kStepDim];
   float square[8];  // over the channels of the four warps of q, then of k
   float output_square[4];
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, Se
           if (lane == 0) s.square[warp] = square;
         }
       } else {
-        s.decay[c] = expf(KdaLogDecay(p, expf(current.weight[1]), ToFloat(current.x[0]) + current.weight[0]));
+        s.decay[c] = expm1f(KdaLogDecay(p, expf(current.weight[1]), ToFloat(current.x[0]) + current.weight[0]));
         if (c == 0) s.beta = Sigmoid(ToFloat(current.x[1]));
       }
       input = last ? fetch_input(following, 0) : fetch_input(item, token + 1);
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, Se
         const float q = s.q[r] * scale_q, decay = s.decay[r];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          state[i][e] *= decay;
+          state[i][e] = fmaf(state[i][e], decay, state[i][e]);
           prediction[e] = fmaf(state[i][e], k[i], prediction[e]);
           output[e] = fmaf(state[i][e], q, output[e]);
         }
