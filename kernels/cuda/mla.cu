@@ -14,8 +14,8 @@ constexpr int64_t kBlockBytes = int64_t{64} << 20;  // latent queries of the tok
 constexpr int kMaxSplits = 512;
 constexpr int64_t kVectorTokens = 4;                    // up to so many tokens products are matrix-vector products
 constexpr int64_t kExpandQueries = 160;                 // from so many on a sequence's keys and values are expanded
-constexpr int64_t kExpandedBytes = int64_t{256} << 20;  // of the keys that are expanded together
-constexpr int64_t kCarryBytes = int64_t{64} << 20;      // of the queries whose softmax is carried over blocks of keys
+constexpr int64_t kExpandedBytes = int64_t{512} << 20;  // of the keys that are expanded together
+constexpr int64_t kCarryBytes = int64_t{128} << 20;      // of the queries whose softmax is carried over blocks of keys
 
 // Tokens worked on together: their latent queries and outputs lie in the scratch.
 int64_t BlockTokens(int64_t tokens, int64_t heads, int64_t latent, size_t element) {
