@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from grpc_stubs import (admin, admin_grpc, chat_spec, details, generation, model, model_grpc, service, service_grpc,
+from grpc_stubs import (admin, admin_grpc, chat, chat_spec, details, generation, model, model_grpc, service, service_grpc,
                         token_spec, tokenizer, tokenizer_grpc)
 from running_server import RunningServer, main
 
