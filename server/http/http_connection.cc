@@ -388,6 +388,8 @@ void HttpConnection::AnswerDone() {
   phase_ = Phase::kIdle;
   Touch(server_.options.idle_timeout);
   ParseInput();
+  // An answer whose head was written before the drain began ends after the pass that closes what is idle.
+  if (server_.draining.load()) CloseIfIdle();
   Read();
 }
 

@@ -586,6 +586,23 @@ TEST_F(HttpServerTest, DrainFinishesAnswersAndStopEndsTheRest) {
   endless_job->Push("ignored");  // wakes may outlive the server
 }
 
+// Its head, written before the drain, said nothing of closing; left open it would hold the connection until the stop.
+TEST_F(HttpServerTest, AnAnswerThatEndsDuringADrainClosesItsConnection) {
+  HttpClient client(port());
+  client.SendRequest("POST", "/running");
+  auto job = handler_.WaitJob("/running");
+  ASSERT_TRUE(client.ReadHead());
+  server_->StartDrain();
+  HttpClient late(port());
+  ASSERT_TRUE(late.Call("GET", "/echo")) << "the loop is past the pass over idle connections";
+  job->Push("data: last\n\n");
+  job->End();
+  EXPECT_EQ(client.ReadEvent(), "last");
+  EXPECT_EQ(client.ReadEvent(), std::nullopt);
+  EXPECT_TRUE(client.ended());
+  EXPECT_TRUE(client.WaitForClose());
+}
+
 // A sweep that is due when the loop is told to end must not start another, nor a connection that comes at that moment.
 TEST_F(HttpServerTest, EndsWhateverIsDueAtThatMoment) {
   HttpServerOptions options;
