@@ -7,7 +7,7 @@ packages=(
   libgrpc++-dev libgrpc-dev libprotobuf-dev libprotoc-dev protobuf-compiler protobuf-compiler-grpc
   libabsl-dev libspdlog-dev nlohmann-json3-dev libtomlplusplus-dev
   libboost-dev libpcre2-dev libssl-dev prometheus-cpp-dev
-  libgtest-dev libgmock-dev python3
+  libgtest-dev libgmock-dev python3 python3-venv
 )
 
 missing=()

@@ -6,5 +6,11 @@ cd "$root"
 
 scripts/setup.sh
 scripts/check_includes.sh
-scripts/build.sh build all -- -DCMAKE_BUILD_TYPE=Release -DK3_TESTS=ON
+# Without a package index the tests still run; those that need the packages are named while configuring.
+python=$(scripts/python_env.sh "$root/build/python") || {
+  python=$(command -v python3)
+  echo "test: no Python packages: client tests whose modules are missing are left out" >&2
+}
+scripts/build.sh build all -- -DCMAKE_BUILD_TYPE=Release -DK3_TESTS=ON "-DPython3_EXECUTABLE=$python"
+grep 'skipped, Python lacks' build/configure.log >&2 || true
 ctest --test-dir build --output-on-failure --no-tests=error -j 2 "$@"

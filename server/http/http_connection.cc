@@ -375,6 +375,7 @@ void HttpConnection::AnswerDone() {
   parser_.reset();
   if (exchange_open_) server_.exchanges.fetch_sub(1);
   exchange_open_ = false;
+  answered_ = true;
   if (!keep_alive_) {
     // Closing at once could reset the connection under bytes that the client has not read yet.
     ErrorCode ignored;
@@ -416,7 +417,8 @@ void HttpConnection::Sweep(Clock::time_point now) {
 }
 
 void HttpConnection::CloseIfIdle() {
-  if (phase_ == Phase::kIdle) Close(HttpAbort::kStopping);
+  // A client that has just connected is about to ask, a probe mostly: it gets its answer, which then ends the connection.
+  if (phase_ == Phase::kIdle && answered_) Close(HttpAbort::kStopping);
 }
 
 void HttpConnection::Close(HttpAbort why) {

@@ -45,6 +45,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   void OnWake(const HttpWakeSlot* slot);
   // Time limits, and clients that left while the read-ahead is full.
   void Sweep(Clock::time_point now);
+  // Between requests; not before the first one.
   void CloseIfIdle();
   void Close(HttpAbort why);
 
@@ -97,6 +98,8 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   bool reading_ = false;
   std::optional<Clock::time_point> limit_;  // closes the connection when passed
   Clock::time_point linger_end_;
+
+  bool answered_ = false;  // at least one request
 
   // The current exchange.
   bool exchange_open_ = false;  // counted in HttpServerState::exchanges

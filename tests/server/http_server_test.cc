@@ -603,6 +603,18 @@ TEST_F(HttpServerTest, AnAnswerThatEndsDuringADrainClosesItsConnection) {
   EXPECT_TRUE(client.WaitForClose());
 }
 
+TEST_F(HttpServerTest, AFreshConnectionIsAnsweredAlthoughADrainBegins) {
+  HttpClient probe(port());
+  ASSERT_TRUE(WaitConnections(1));
+  server_->StartDrain();
+  HttpClient late(port());
+  ASSERT_TRUE(late.Call("GET", "/echo")) << "the loop is past the pass over idle connections";
+  auto reply = probe.Call("GET", "/echo");
+  ASSERT_TRUE(reply);
+  EXPECT_EQ(reply->Header("connection"), "close");
+  EXPECT_TRUE(probe.WaitForClose());
+}
+
 // A sweep that is due when the loop is told to end must not start another, nor a connection that comes at that moment.
 TEST_F(HttpServerTest, EndsWhateverIsDueAtThatMoment) {
   HttpServerOptions options;
