@@ -1,6 +1,7 @@
 #include "server/api_keys.h"
 
 #include <fstream>
+#include <functional>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -23,23 +24,42 @@ absl::Status Unauthenticated(const std::string& reason, const std::string& messa
   return WithDetails(absl::UnauthenticatedError(message), details);
 }
 
-}  // namespace
-
-absl::StatusOr<ApiKeys> ApiKeys::Load(const std::string& path) {
+absl::StatusOr<std::vector<std::string>> ReadKeys(const std::string& path) {
   std::ifstream file(path);
   if (!file) return absl::InvalidArgumentError(absl::StrCat("--api-key-file: cannot read ", path));
-  ApiKeys keys;
+  std::vector<std::string> keys;
   std::string line;
   while (std::getline(file, line)) {
     const std::string key(absl::StripAsciiWhitespace(line));
-    if (!key.empty() && key[0] != '#') keys.keys_.push_back(key);
+    if (!key.empty() && key[0] != '#') keys.push_back(key);
   }
-  if (keys.keys_.empty()) return absl::InvalidArgumentError(absl::StrCat("--api-key-file: ", path, " holds no key"));
+  if (keys.empty()) return absl::InvalidArgumentError(absl::StrCat("--api-key-file: ", path, " holds no key"));
   return keys;
 }
 
-absl::Status ApiKeys::Check(std::string_view authorization) const {
-  if (keys_.empty()) return absl::OkStatus();
+}  // namespace
+
+absl::StatusOr<ApiKeys> ApiKeys::Load(const std::string& path) {
+  ApiKeys keys;
+  keys.shared_ = std::make_shared<Shared>();
+  keys.shared_->path = path;
+  const absl::Status status = keys.Reload();
+  if (!status.ok()) return status;
+  return keys;
+}
+
+absl::Status ApiKeys::Reload() {
+  if (shared_ == nullptr) return absl::OkStatus();
+  absl::StatusOr<std::vector<std::string>> keys = ReadKeys(shared_->path);
+  if (!keys.ok()) return keys.status();
+  std::lock_guard lock(shared_->mutex);
+  shared_->keys = *std::move(keys);
+  return absl::OkStatus();
+}
+
+absl::Status ApiKeys::Check(std::string_view authorization, uint64_t* caller) const {
+  if (caller != nullptr) *caller = 0;
+  if (shared_ == nullptr) return absl::OkStatus();
   if (authorization.empty())
     return Unauthenticated("missing_api_key", "an API key is needed: Authorization: Bearer KEY");
   constexpr std::string_view kScheme = "bearer ";
@@ -49,8 +69,13 @@ absl::Status ApiKeys::Check(std::string_view authorization) const {
   }
   const std::string_view key = authorization.substr(kScheme.size());
   bool known = false;
-  for (const std::string& candidate : keys_) known |= EqualInConstantTime(candidate, key);
-  return known ? absl::OkStatus() : Unauthenticated("invalid_api_key", "the API key is not known");
+  {
+    std::lock_guard lock(shared_->mutex);
+    for (const std::string& candidate : shared_->keys) known |= EqualInConstantTime(candidate, key);
+  }
+  if (!known) return Unauthenticated("invalid_api_key", "the API key is not known");
+  if (caller != nullptr) *caller = std::hash<std::string_view>()(key) | 1;
+  return absl::OkStatus();
 }
 
 }  // namespace k3

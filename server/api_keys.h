@@ -1,5 +1,8 @@
 #pragma once
 
+#include <cstdint>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -9,7 +12,8 @@
 
 namespace k3 {
 
-// The keys that callers may show as "Authorization: Bearer KEY". Immutable, so thread-safe. Keys are never logged.
+// The keys that callers may show as "Authorization: Bearer KEY". Thread-safe; copies are the same set, also after a
+// Reload. Keys are never logged.
 class ApiKeys {
  public:
   // No keys: everybody may call.
@@ -18,13 +22,22 @@ class ApiKeys {
   // read or holds no key.
   static absl::StatusOr<ApiKeys> Load(const std::string& path);
 
-  bool required() const { return !keys_.empty(); }
+  // Reads the file again. On an error the keys stay as they were.
+  absl::Status Reload();
+
+  bool required() const { return shared_ != nullptr; }
   // `authorization` is the header's value, empty when absent. UNAUTHENTICATED unless it names one of the keys; takes
-  // the same time for every wrong key of one length.
-  absl::Status Check(std::string_view authorization) const;
+  // the same time for every wrong key of one length. `caller`, where wanted, gets a number that stands for the key,
+  // also over a Reload; 0 when no keys are required.
+  absl::Status Check(std::string_view authorization, uint64_t* caller = nullptr) const;
 
  private:
-  std::vector<std::string> keys_;
+  struct Shared {
+    std::string path;
+    std::mutex mutex;
+    std::vector<std::string> keys;  // guarded by mutex
+  };
+  std::shared_ptr<Shared> shared_;
 };
 
 }  // namespace k3

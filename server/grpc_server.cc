@@ -1,7 +1,6 @@
 #include "server/grpc_server.h"
 
 #include <grpcpp/impl/codegen/service_type.h>
-#include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 
@@ -10,6 +9,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "server/grpc_credentials.h"
 #include "server/grpc_generation.h"
 #include "server/grpc_health.h"
 #include "server/grpc_reflection.h"
@@ -18,22 +18,13 @@ namespace k3 {
 namespace {
 
 constexpr char kPackage[] = "k3serve.inference.v1.";
+constexpr int kHandshakeTimeoutMs = 10000;  // TLS and the HTTP/2 preface
 constexpr char kHealth[] = "grpc.health.v1.Health";
 
 // An IPv6 address needs brackets before a port.
 std::string Address(const std::string& host, int port) {
   return absl::StrContains(host, ':') && host[0] != '[' ? absl::StrCat("[", host, "]:", port)
                                                         : absl::StrCat(host, ":", port);
-}
-
-std::shared_ptr<grpc::ServerCredentials> Credentials(const GrpcServerOptions& options) {
-  if (options.tls_cert.empty()) return grpc::InsecureServerCredentials();
-  grpc::SslServerCredentialsOptions tls(options.tls_client_ca.empty()
-                                            ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
-                                            : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
-  tls.pem_root_certs = options.tls_client_ca;
-  tls.pem_key_cert_pairs.push_back({options.tls_key, options.tls_cert});
-  return grpc::SslServerCredentials(tls);
 }
 
 void SetTransport(grpc::ServerBuilder& builder, const GrpcServerOptions& options) {
@@ -48,11 +39,13 @@ void SetTransport(grpc::ServerBuilder& builder, const GrpcServerOptions& options
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   // Clients may ping every 10 s; half of it leaves room for late and early pings.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeTimeoutMs);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(options.max_concurrent_streams));
 }
 
 // One listener and its services, which live as long as the server does.
 struct Listener {
+  std::shared_ptr<grpc::ServerCredentials> credentials;  // asked at each handshake
   std::vector<std::unique_ptr<grpc::Service>> services;
   std::unique_ptr<grpc::Server> server;
   int port = 0;
@@ -69,13 +62,12 @@ absl::Status Listen(const GrpcServerOptions& options, int port, ServerHealth* he
   grpc::ServerBuilder builder;
   SetTransport(builder, options);
   const std::string address = Address(options.host, port);
-  builder.AddListeningPort(address, Credentials(options), &listener->port);
+  listener->credentials = MakeServerCredentials(options.tls);
+  builder.AddListeningPort(address, listener->credentials, &listener->port);
   for (const auto& service : listener->services) builder.RegisterService(service.get());
   listener->server = builder.BuildAndStart();
   if (listener->server == nullptr || listener->port == 0) {
-    return absl::UnavailableError(
-        absl::StrCat("cannot listen on ", address, " for gRPC",
-                     options.tls_cert.empty() ? "" : " (or the TLS files do not fit together)"));
+    return absl::UnavailableError(absl::StrCat("cannot listen on ", address, " for gRPC"));
   }
   return absl::OkStatus();
 }

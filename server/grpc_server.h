@@ -14,6 +14,7 @@ namespace k3 {
 class ApiKeys;
 class GenerationService;
 class ServerHealth;
+class TlsStore;
 
 struct GrpcServerOptions {
   std::string host = "127.0.0.1";
@@ -21,10 +22,7 @@ struct GrpcServerOptions {
   Port admin_port;
   int64_t max_message_mib = 64;
   int64_t max_concurrent_streams = 4096;  // per connection; at or above queue + running
-  // PEM texts; a certificate turns TLS on, a client authority asks for client certificates.
-  std::string tls_cert;
-  std::string tls_key;
-  std::string tls_client_ca;
+  const TlsStore* tls = nullptr;          // null: plain; must outlive the server
   std::chrono::milliseconds write_stall_limit{60000};
   int pump_threads = 1;
   std::string default_effort;

@@ -70,6 +70,11 @@ const OpenAiGateway::RouteEntry* OpenAiGateway::FindRoute(std::string_view path)
   return nullptr;
 }
 
+bool OpenAiGateway::IsOpenRoute(std::string_view path) {
+  const RouteEntry* route = FindRoute(path);
+  return route != nullptr && !route->needs_key;
+}
+
 std::optional<HttpResponse> OpenAiGateway::CheckHead(const HttpRequest& request) {
   const RouteEntry* route = FindRoute(request.path);
   if (route == nullptr) {

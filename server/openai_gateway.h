@@ -24,6 +24,9 @@ class OpenAiGateway final : public HttpHandler {
 
   std::optional<HttpResponse> CheckHead(const HttpRequest& request) override;
   HttpReply Handle(HttpRequest request, HttpWaker waker) override;
+  // Whether the route answers without a key.
+  static bool IsOpenRoute(std::string_view path);
+
   HttpResponse Error(int status, std::string_view message) override;
 
  private:

@@ -20,6 +20,8 @@ void AddNetworkFlags(FlagSet& flags, ServerConfig& config) {
   flags.PortNumber("port", &config.port, "HTTP port; 0 takes a free one, which the ready line names");
   flags.PortNumber("grpc-port", &config.grpc_port, "gRPC port");
   flags.PortNumber("admin-port", &config.admin_port, "gRPC port of AdminService");
+  flags.PortNumber("probe-port", &config.probe_port,
+                   "plain HTTP port of health, version and metrics only, for probes that have no certificate");
   flags.String("api-key-file", &config.api_key_file, "FILE", "keys, one a line; requests then need a bearer key");
   flags.String("tls-cert", &config.tls_cert, "FILE", "certificate chain (PEM); turns TLS on");
   flags.String("tls-key", &config.tls_key, "FILE", "private key (PEM)");
@@ -60,7 +62,7 @@ absl::Status CheckServing(const FlagSet& flags, const ServerConfig& config) {
     return Conflict(flags, "port", "grpc-port", "both are off, so nothing would be served");
   }
   const std::vector<std::pair<std::string, Port>> ports = {
-      {"port", config.port}, {"grpc-port", config.grpc_port}, {"admin-port", config.admin_port}};
+      {"port", config.port}, {"grpc-port", config.grpc_port}, {"admin-port", config.admin_port}, {"probe-port", config.probe_port}};
   for (size_t i = 0; i < ports.size(); ++i) {
     for (size_t j = i + 1; j < ports.size(); ++j) {
       const Port& port = ports[i].second;

@@ -21,6 +21,7 @@ struct ServerConfig {
   Port port = 8000;
   Port grpc_port = 50051;
   Port admin_port;
+  Port probe_port;
   std::string api_key_file;
   std::string tls_cert;
   std::string tls_key;

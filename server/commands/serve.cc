@@ -1,24 +1,18 @@
 #include "server/commands/serve.h"
 
-#include <signal.h>
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
-#include <fstream>
 #include <iostream>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <sstream>
 #include <thread>
-#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "server/api_keys.h"
+#include "server/commands/model_loader.h"
 #include "server/engine_host.h"
 #include "server/exit_codes.h"
 #include "server/generation_service.h"
@@ -29,7 +23,10 @@
 #include "server/logging.h"
 #include "server/metrics.h"
 #include "server/openai_gateway.h"
+#include "server/probe_handler.h"
 #include "server/server_config.h"
+#include "server/signals.h"
+#include "server/tls_store.h"
 #include "server/version.h"
 #include "server/worker_pool.h"
 
@@ -42,91 +39,11 @@ constexpr auto kTransportGrace = std::chrono::milliseconds(200);  // for transpo
 constexpr auto kFaultNotice = std::chrono::seconds(2);            // clients hear of a device fault before the exit
 constexpr double kSummarySeconds = 10;
 constexpr int kHttpTextThreads = 2;
+constexpr int kProbeConnections = 256;
 
 Clock::duration Seconds(double seconds) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
-
-absl::StatusOr<std::string> ReadPem(const std::string& flag, const std::string& path) {
-  if (path.empty()) return std::string();
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::InvalidArgumentError(absl::StrCat(flag, ": cannot read ", path));
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
-
-// SIGTERM and SIGINT, taken synchronously.
-class Signals {
- public:
-  Signals() {
-    sigemptyset(&set_);
-    sigaddset(&set_, SIGTERM);
-    sigaddset(&set_, SIGINT);
-    pthread_sigmask(SIG_BLOCK, &set_, nullptr);
-    signal(SIGPIPE, SIG_IGN);
-  }
-  // The signal that came within this time; 0 for none.
-  int Wait(std::chrono::nanoseconds time) const {
-    const timespec limit{static_cast<time_t>(time.count() / 1000000000), static_cast<long>(time.count() % 1000000000)};
-    const int signal = sigtimedwait(&set_, nullptr, &limit);
-    return signal > 0 ? signal : 0;
-  }
-
- private:
-  sigset_t set_;
-};
-
-// Loads on a thread of its own, so that signals and health questions are answered meanwhile. Given up, the thread goes
-// on and keeps what it needs alive by itself.
-class Loader {
- public:
-  Loader(const ServerConfig& config, ServerHealth* health, EngineObserver* observer)
-      : shared_(std::make_shared<Shared>()) {
-    thread_ = std::thread([shared = shared_, config, health, observer] {
-      EngineHost::Failure failure;
-      auto host = EngineHost::Load(
-          config,
-          [&](double percent) {
-            if (!shared->given_up.load()) health->SetLoadPercent(percent);
-          },
-          observer, &failure);
-      std::lock_guard lock(shared->mutex);
-      shared->host = std::move(host);
-      shared->failure = failure;
-      shared->done = true;
-    });
-  }
-  ~Loader() {
-    if (thread_.joinable()) thread_.join();
-  }
-
-  bool Done() const {
-    std::lock_guard lock(shared_->mutex);
-    return shared_->done;
-  }
-  // After Done: null when loading failed.
-  std::unique_ptr<EngineHost> Take(EngineHost::Failure* failure) {
-    thread_.join();
-    *failure = shared_->failure;
-    return std::move(shared_->host);
-  }
-  void GiveUp() {
-    shared_->given_up.store(true);
-    thread_.detach();
-  }
-
- private:
-  struct Shared {
-    mutable std::mutex mutex;
-    std::unique_ptr<EngineHost> host;  // guarded by mutex, as the next two
-    EngineHost::Failure failure;
-    bool done = false;
-    std::atomic<bool> given_up{false};
-  };
-  std::shared_ptr<Shared> shared_;
-  std::thread thread_;
-};
 
 std::string ListenerText(const std::string& host, const Port& wanted, int port) {
   return wanted.has_value() ? absl::StrCat(host, ":", port) : std::string("off");
@@ -149,9 +66,13 @@ class Server {
   int Run(const Signals& signals) {
     const Clock::time_point start = Clock::now();
     if (const int code = Listen(); code != kExitOk) return code;
-    Loader loader(config_, &health_, &metrics_);
+    ModelLoader loader(config_, &health_, &metrics_);
     while (!loader.Done()) {
       if (const int signal = signals.Wait(kTick)) {
+        if (signal == SIGHUP) {
+          ReloadSecrets();
+          continue;
+        }
         spdlog::info("signal {} while loading: ending", signal);
         loader.GiveUp();
         gave_up_ = true;
@@ -205,7 +126,13 @@ class Server {
       if (!keys.ok()) return Fail(kExitUsage, keys.status());
       keys_ = *std::move(keys);
     }
+    if (!config_.tls_cert.empty()) {
+      auto tls = TlsStore::Open({config_.tls_cert, config_.tls_key, config_.tls_client_ca});
+      if (!tls.ok()) return Fail(kExitUsage, tls.status());
+      tls_ = *std::move(tls);
+    }
     GrpcServerOptions options;
+    options.tls = tls_.get();
     options.host = config_.host;
     options.port = config_.grpc_port;
     options.admin_port = config_.admin_port;
@@ -213,14 +140,6 @@ class Server {
     options.max_concurrent_streams = config_.max_queue + config_.max_num_seqs.value_or(4096);
     options.default_effort = config_.default_effort;
     options.pump_threads = static_cast<int>(std::clamp(std::thread::hardware_concurrency() / 4, 1u, 4u));
-    for (const auto& [flag, path, text] :
-         {std::tuple{"--tls-cert", &config_.tls_cert, &options.tls_cert},
-          std::tuple{"--tls-key", &config_.tls_key, &options.tls_key},
-          std::tuple{"--tls-client-ca", &config_.tls_client_ca, &options.tls_client_ca}}) {
-      absl::StatusOr<std::string> pem = ReadPem(flag, *path);
-      if (!pem.ok()) return Fail(kExitUsage, pem.status());
-      *text = *std::move(pem);
-    }
     AdminActions actions;
     actions.drain = [this] { health_.StartDrain(Seconds(config_.drain_lag_seconds)); };
     auto server = GrpcServer::Start(options, &generation_, &health_, &keys_, std::move(actions));
@@ -230,12 +149,21 @@ class Server {
   }
 
   int ListenHttp() {
-    if (!config_.port.has_value()) return kExitOk;
-    if (!config_.tls_cert.empty()) {
-      return Fail(kExitUsage, absl::InvalidArgumentError(
-                                  "--tls-cert protects the gRPC listener only: switch HTTP off with --port off"));
+    if (config_.probe_port.has_value()) {
+      HttpServerOptions options;
+      options.host = config_.host;
+      options.port = *config_.probe_port;
+      options.io_threads = 1;
+      options.max_connections = kProbeConnections;
+      options.max_body_bytes = 0;
+      auto server = HttpServer::Start(options, probe_handler_, {});
+      if (!server.ok()) return Fail(kExitCannotBind, server.status());
+      probes_ = *std::move(server);
+      spdlog::info("probes are answered on http {}:{}", config_.host, probes_->port());
     }
+    if (!config_.port.has_value()) return kExitOk;
     HttpServerOptions options;
+    options.tls = tls_.get();
     options.host = config_.host;
     options.port = *config_.port;
     options.max_body_bytes = static_cast<uint64_t>(config_.max_body_mib) << 20;
@@ -246,10 +174,25 @@ class Server {
     return kExitOk;
   }
 
+  // Certificates and keys anew, on both front ends; a file that is not in order changes nothing.
+  void ReloadSecrets() {
+    const auto report = [](const char* what, const absl::Status& status) {
+      if (status.ok()) {
+        spdlog::info("SIGHUP: {} read again", what);
+      } else {
+        spdlog::error("SIGHUP: {} stay as they were: {}", what, std::string(status.message()));
+      }
+    };
+    if (keys_.required()) report("API keys", keys_.Reload());
+    if (tls_ != nullptr) report("TLS files", tls_->Reload());
+    if (!keys_.required() && tls_ == nullptr) spdlog::info("SIGHUP: no key or TLS files are set");
+  }
+
   // New transports are refused, calls in progress get a moment to say their last words.
   void CloseListeners() {
     std::thread http([this] {
       if (http_ != nullptr) http_->Stop(kTransportGrace);
+      if (probes_ != nullptr) probes_->Stop(Clock::duration::zero());
     });
     grpc_->Shutdown(kTransportGrace);
     http.join();
@@ -278,7 +221,9 @@ class Server {
         CloseListeners();
         return kExitDeviceFault;
       }
-      if (signal != 0) {
+      if (signal == SIGHUP) {
+        ReloadSecrets();
+      } else if (signal != 0) {
         Drain(signals, signal);
         return kExitOk;
       }
@@ -289,7 +234,10 @@ class Server {
   template <class Done>
   void WaitUntil(const Signals& signals, Clock::time_point until, const Done& done) {
     while (!done() && Clock::now() < until) {
-      if (const int signal = signals.Wait(std::chrono::milliseconds(10))) {
+      const int signal = signals.Wait(std::chrono::milliseconds(10));
+      if (signal == SIGHUP) {
+        ReloadSecrets();
+      } else if (signal != 0) {
         spdlog::warn("second signal {}: ending at once", signal);
         std::fflush(nullptr);
         std::_Exit(128 + signal);
@@ -319,14 +267,17 @@ class Server {
 
   const ServerConfig config_;
   ApiKeys keys_;
+  std::unique_ptr<TlsStore> tls_;
   ServerHealth health_;
   Metrics metrics_;
   GenerationService generation_;
   OpenAiGateway gateway_;
+  ProbeHandler probe_handler_{&gateway_};
   WorkerPool http_pool_;  // reads large bodies
   std::unique_ptr<GrpcServer> grpc_;
   bool gave_up_ = false;
   std::unique_ptr<HttpServer> http_;
+  std::unique_ptr<HttpServer> probes_;
   std::unique_ptr<EngineHost> host_;  // ends before the front ends that its streams notify
 };
 

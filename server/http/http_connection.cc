@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/http/io_thread.h"
+#include "server/tls_store.h"
 #include "spdlog/spdlog.h"
 
 namespace k3 {
@@ -23,16 +24,6 @@ using tcp = asio::ip::tcp;
 
 // An early answer waits for a body up to this size, so that the connection can be kept.
 constexpr uint64_t kMaxDiscardedBody = 256 << 10;
-// Buffers larger than this are not kept for the next write.
-constexpr size_t kMaxKeptBuffer = 64 << 10;
-
-void Recycle(std::string& buffer) {
-  if (buffer.capacity() > kMaxKeptBuffer) {
-    buffer = std::string();
-  } else {
-    buffer.clear();
-  }
-}
 
 bool PeerHasLeft(int fd) {
   pollfd poll_fd{fd, POLLRDHUP, 0};
@@ -55,11 +46,36 @@ void HttpConnection::Start() {
   const tcp::endpoint peer = socket_.remote_endpoint(ec);
   if (ec) return Close(HttpAbort::kPeerGone);
   peer_ = absl::StrCat(peer.address().to_string(), ":", peer.port());
-  if (server_.connections.load() > server_.options.max_connections) {
-    return Fail(503, "too many connections");
+  const bool too_many = server_.connections.load() > server_.options.max_connections;
+  if (server_.options.tls != nullptr) {
+    if (too_many) return Close(HttpAbort::kStopping);  // before the handshake nothing can be said
+    tls_.emplace(server_.options.tls->Current()->context, socket_.native_handle());
+    phase_ = Phase::kHandshake;
+    Touch(server_.options.handshake_timeout);
+    return Handshake();
   }
+  if (too_many) return Fail(503, "too many connections");
   Touch(server_.options.idle_timeout);
   Read();
+}
+
+// Until it is done the connection holds a socket and a time limit, nothing else.
+void HttpConnection::Handshake() {
+  if (phase_ == Phase::kClosed) return;
+  switch (tls_->Handshake()) {
+    case TlsSession::Outcome::kDone:
+      phase_ = Phase::kIdle;
+      Touch(server_.options.idle_timeout);
+      return Read();
+    case TlsSession::Outcome::kWaitRead:
+      return socket_.async_wait(tcp::socket::wait_read, [self = shared_from_this()](ErrorCode) { self->Handshake(); });
+    case TlsSession::Outcome::kWaitWrite:
+      return socket_.async_wait(tcp::socket::wait_write, [self = shared_from_this()](ErrorCode) { self->Handshake(); });
+    case TlsSession::Outcome::kClosed:
+    case TlsSession::Outcome::kFailed:
+      spdlog::debug("http: {}: TLS handshake: {}", peer_, tls_->error().empty() ? "closed" : tls_->error());
+      Close(HttpAbort::kPeerGone);
+  }
 }
 
 void HttpConnection::Touch(Clock::duration limit) { limit_ = Clock::now() + limit; }
@@ -70,7 +86,35 @@ void HttpConnection::Read() {
   if (reading_ || phase_ == Phase::kClosed) return;
   if (phase_ == Phase::kAnswer && input_.size() - parsed_ >= server_.options.read_ahead_bytes) return;
   reading_ = true;
-  socket_.async_wait(tcp::socket::wait_read, [self = shared_from_this()](ErrorCode ec) { self->OnReadable(ec); });
+  auto on_readable = [self = shared_from_this()](ErrorCode ec) { self->OnReadable(ec); };
+  if (tls_ && tls_->HasPending()) {
+    asio::post(socket_.get_executor(), [on_readable] { on_readable({}); });
+    return;
+  }
+  const auto event = tls_read_waits_for_write_ ? tcp::socket::wait_write : tcp::socket::wait_read;
+  socket_.async_wait(event, std::move(on_readable));
+}
+
+size_t HttpConnection::ReadSome(char* data, size_t size, ErrorCode& ec) {
+  if (!tls_) return socket_.read_some(asio::buffer(data, size), ec);
+  size_t bytes = 0;
+  const TlsSession::Outcome outcome = tls_->Read(data, size, &bytes);
+  tls_read_waits_for_write_ = outcome == TlsSession::Outcome::kWaitWrite;
+  switch (outcome) {
+    case TlsSession::Outcome::kDone:
+      break;
+    case TlsSession::Outcome::kWaitRead:
+    case TlsSession::Outcome::kWaitWrite:
+      ec = asio::error::would_block;
+      break;
+    case TlsSession::Outcome::kClosed:
+      ec = asio::error::eof;
+      break;
+    case TlsSession::Outcome::kFailed:
+      ec = asio::error::connection_reset;
+      break;
+  }
+  return bytes;
 }
 
 void HttpConnection::OnReadable(ErrorCode ec) {
@@ -78,7 +122,7 @@ void HttpConnection::OnReadable(ErrorCode ec) {
   if (phase_ == Phase::kClosed) return;
   static thread_local std::array<char, 128 << 10> buffer;
   size_t size = 0;
-  if (!ec) size = socket_.read_some(asio::buffer(buffer), ec);
+  if (!ec) size = ReadSome(buffer.data(), buffer.size(), ec);
   if (ec == asio::error::would_block || ec == asio::error::interrupted) return Read();
   if (ec) return OnPeerGone(ec != asio::error::eof);
   switch (phase_) {
@@ -147,9 +191,9 @@ void HttpConnection::ParseInput() {
     }
   }
   if (parsed_ == input_.size()) {
-    Recycle(input_);
+    RecycleHttpBuffer(input_);
     parsed_ = 0;
-  } else if (parsed_ > kMaxKeptBuffer) {
+  } else if (parsed_ > kMaxKeptHttpBuffer) {
     input_.erase(0, parsed_);
     parsed_ = 0;
   }
@@ -171,11 +215,7 @@ void HttpConnection::OnHead() {
     answer = server_.handler.Error(500, "internal error");
   }
   if (!answer) {
-    if (has_body && parser_->expects_continue()) {
-      // The socket's buffer is empty here; if the line should not fit, the client's own time-out sends the body.
-      ErrorCode ignored;
-      socket_.write_some(asio::buffer("HTTP/1.1 100 Continue\r\n\r\n", 25), ignored);
-    }
+    if (has_body && parser_->expects_continue() && !SendContinue()) return Close(HttpAbort::kPeerGone);
     if (has_body) Touch(server_.options.body_timeout);
     return;
   }
@@ -191,207 +231,22 @@ void HttpConnection::OnHead() {
   SendWhole(std::move(*answer));
 }
 
+// The socket's buffer is empty here; if the line should not fit, the client's own time-out sends the body. False when
+// the connection cannot go on: a TLS record that was begun must be ended with the same bytes.
+bool HttpConnection::SendContinue() {
+  constexpr std::string_view kLine = "HTTP/1.1 100 Continue\r\n\r\n";
+  if (tls_) {
+    size_t bytes = 0;
+    return tls_->Write(kLine.data(), kLine.size(), &bytes) == TlsSession::Outcome::kDone;
+  }
+  ErrorCode ignored;
+  socket_.write_some(asio::buffer(kLine.data(), kLine.size()), ignored);
+  return true;
+}
+
 void HttpConnection::Fail(int status, std::string_view message) {
   keep_alive_ = false;
   SendWhole(server_.handler.Error(status, message));
-}
-
-// Answering.
-
-void HttpConnection::Dispatch() {
-  phase_ = Phase::kAnswer;
-  limit_.reset();
-  exchange_open_ = true;
-  server_.exchanges.fetch_add(1);
-  last_output_ = Clock::now();
-  wake_slot_ = std::make_shared<HttpWakeSlot>(io_.wakes(), weak_from_this());
-  std::shared_ptr<void> lease;
-  HttpRequest request = parser_->TakeRequest(&lease);
-  parser_.reset();
-  auto handle = [this](HttpRequest taken) -> HttpReply {
-    try {
-      return server_.handler.Handle(std::move(taken), HttpWaker(wake_slot_));
-    } catch (const std::exception& e) {
-      spdlog::error("http: {}", e.what());
-      return server_.handler.Error(500, "internal error");
-    }
-  };
-  if (!server_.offload || request.body.size() <= server_.options.inline_body_bytes) {
-    return Deliver(handle(std::move(request)));
-  }
-  server_.offloaded.fetch_add(1);
-  auto shared_request = std::make_shared<HttpRequest>(std::move(request));
-  server_.offload([self = shared_from_this(), handle, shared_request, lease]() mutable {
-    auto reply = std::make_shared<HttpReply>(handle(std::move(*shared_request)));
-    lease.reset();
-    HttpServerState& server = self->server_;
-    auto executor = self->socket_.get_executor();
-    // The connection must not die here, on a thread that is not its own.
-    asio::post(executor, [self = std::move(self), reply] { self->Deliver(std::move(*reply)); });
-    server.offloaded.fetch_sub(1);
-  });
-}
-
-void HttpConnection::Deliver(HttpReply reply) {
-  if (auto* response = std::get_if<HttpResponse>(&reply)) {
-    if (phase_ != Phase::kClosed) SendWhole(std::move(*response));
-    return;
-  }
-  std::shared_ptr<HttpJob> job = std::get<std::shared_ptr<HttpJob>>(std::move(reply));
-  if (phase_ == Phase::kClosed) return job->OnAbort(HttpAbort::kPeerGone);
-  job_ = std::move(job);
-  writer_ = HttpWriter();
-  Pump();
-}
-
-void HttpConnection::OnWake(const HttpWakeSlot* slot) {
-  if (slot != wake_slot_.get()) return;  // of an exchange that is over
-  woken_ = true;
-  if (!writing_) return Pump();
-  if (!job_ || !job_->WantsBlockedWakes()) return;
-  wake_slot_->Rearm();
-  try {
-    job_->OnBlocked();
-  } catch (const std::exception& e) {
-    spdlog::error("http: {}", e.what());
-    Close(HttpAbort::kStopping);
-  }
-}
-
-void HttpConnection::Pump() {
-  if (writing_ || !job_ || phase_ != Phase::kAnswer) return;
-  woken_ = false;
-  wake_slot_->Rearm();
-  CallJob(&HttpJob::OnReady);
-}
-
-void HttpConnection::CallJob(void (HttpJob::*call)(HttpWriter&)) {
-  try {
-    (job_.get()->*call)(writer_);
-  } catch (const std::exception& e) {
-    spdlog::error("http: {}", e.what());
-    const std::shared_ptr<HttpJob> job = std::move(job_);
-    job->OnAbort(HttpAbort::kStopping);
-    if (writer_.started_ && !writer_.head_) return Close(HttpAbort::kStopping);
-    return Fail(500, "internal error");
-  }
-  FlushWriter();
-}
-
-void HttpConnection::FlushWriter() {
-  if (writer_.whole_) {
-    job_.reset();
-    return SendWhole(std::move(*writer_.head_));
-  }
-  if (writer_.head_) {
-    chunked_ = !http_1_0_;
-    if (!chunked_) keep_alive_ = false;
-    StartHead(*writer_.head_);
-    head_.append(chunked_ ? "Transfer-Encoding: chunked\r\n\r\n" : "\r\n");
-    writer_.head_.reset();
-  }
-  if (!writer_.body_.empty()) {
-    if (chunked_) {
-      absl::StrAppend(&head_, absl::Hex(writer_.body_.size()), "\r\n");
-      tail_ = "\r\n";
-    }
-    payload_.swap(writer_.body_);
-    writer_.body_.clear();
-  }
-  if (writer_.finished_) {
-    if (chunked_) tail_.append("0\r\n\r\n");
-    job_.reset();
-    last_write_ = true;
-  }
-  if (last_write_ || !head_.empty() || !payload_.empty()) Write();
-}
-
-void HttpConnection::StartHead(const HttpResponse& response) {
-  if (server_.draining.load()) keep_alive_ = false;
-  absl::StrAppend(&head_, "HTTP/1.1 ", response.status, " ", std::string(HttpReason(response.status)),
-                  "\r\nDate: ", io_.date(), "\r\n");
-  if (!response.content_type.empty() && response.status != 204) {
-    absl::StrAppend(&head_, "Content-Type: ", response.content_type, "\r\n");
-  }
-  for (const auto& [name, value] : response.headers) absl::StrAppend(&head_, name, ": ", value, "\r\n");
-  if (!keep_alive_) {
-    head_.append("Connection: close\r\n");
-  } else if (http_1_0_) {
-    head_.append("Connection: keep-alive\r\n");
-  }
-}
-
-void HttpConnection::SendWhole(HttpResponse response) {
-  phase_ = Phase::kAnswer;
-  StartHead(response);
-  if (response.status != 204) absl::StrAppend(&head_, "Content-Length: ", response.body.size(), "\r\n");
-  head_.append("\r\n");
-  if (!head_only_ && response.status != 204) payload_ = std::move(response.body);
-  last_write_ = true;
-  Write();
-}
-
-// Writing.
-
-void HttpConnection::Write() {
-  writing_ = true;
-  written_ = 0;
-  WriteSome();
-}
-
-void HttpConnection::WriteSome() {
-  Touch(server_.options.stall_limit);
-  std::array<asio::const_buffer, 3> buffers{asio::buffer(head_), asio::buffer(payload_), asio::buffer(tail_)};
-  size_t skip = written_;
-  for (asio::const_buffer& buffer : buffers) {
-    const size_t n = std::min(skip, buffer.size());
-    buffer += n;
-    skip -= n;
-  }
-  socket_.async_write_some(buffers, [self = shared_from_this()](ErrorCode ec, size_t n) { self->OnWritten(ec, n); });
-}
-
-void HttpConnection::OnWritten(ErrorCode ec, size_t bytes) {
-  if (phase_ == Phase::kClosed) return;
-  if (ec) {
-    writing_ = false;
-    return Close(HttpAbort::kPeerGone);
-  }
-  written_ += bytes;
-  if (written_ < head_.size() + payload_.size() + tail_.size()) return WriteSome();
-  writing_ = false;
-  limit_.reset();
-  last_output_ = Clock::now();
-  Recycle(head_);
-  Recycle(payload_);
-  tail_.clear();
-  if (last_write_) return AnswerDone();
-  if (woken_) Pump();
-}
-
-void HttpConnection::AnswerDone() {
-  last_write_ = false;
-  wake_slot_.reset();
-  parser_.reset();
-  if (exchange_open_) server_.exchanges.fetch_sub(1);
-  exchange_open_ = false;
-  answered_ = true;
-  if (!keep_alive_) {
-    // Closing at once could reset the connection under bytes that the client has not read yet.
-    ErrorCode ignored;
-    socket_.shutdown(tcp::socket::shutdown_send, ignored);
-    phase_ = Phase::kLinger;
-    Recycle(input_);
-    parsed_ = 0;
-    Touch(server_.options.linger_timeout);
-    return Read();
-  }
-  phase_ = Phase::kIdle;
-  Touch(server_.options.idle_timeout);
-  ParseInput();
-  // An answer whose head was written before the drain began ends after the pass that closes what is idle.
-  if (server_.draining.load()) CloseIfIdle();
-  Read();
 }
 
 void HttpConnection::Sweep(Clock::time_point now) {
@@ -430,6 +285,7 @@ void HttpConnection::Close(HttpAbort why) {
     // What the client did not take is not worth the kernel's memory.
     socket_.set_option(asio::socket_base::linger(true, 0), ignored);
   }
+  tls_.reset();
   socket_.close(ignored);
   parser_.reset();
   if (exchange_open_) server_.exchanges.fetch_sub(1);

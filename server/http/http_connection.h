@@ -11,11 +11,16 @@
 #include "server/http/http_handler.h"
 #include "server/http/http_options.h"
 #include "server/http/request_parser.h"
+#include "server/http/tls_session.h"
 
 namespace k3 {
 
 class HttpIoThread;
 class HttpWakeSlot;
+
+// Buffers larger than this are not kept for the next read or write.
+inline constexpr size_t kMaxKeptHttpBuffer = 64 << 10;
+void RecycleHttpBuffer(std::string& buffer);
 
 // What all connections of a server share.
 struct HttpServerState {
@@ -52,18 +57,25 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
  private:
   using ErrorCode = boost::system::error_code;
   enum class Phase {
-    kIdle,     // between requests
-    kHead,     // part of a head is there
-    kBody,     // head accepted
-    kDiscard,  // answered early: the body is thrown away, then the answer sent
-    kAnswer,   // a worker, a job or a write is busy with the answer
-    kLinger,   // answered and half-closed: reading until the client closes, so that it can read the answer
+    kHandshake,  // of TLS
+    kIdle,       // between requests
+    kHead,       // part of a head is there
+    kBody,       // head accepted
+    kDiscard,    // answered early: the body is thrown away, then the answer sent
+    kAnswer,     // a worker, a job or a write is busy with the answer
+    kLinger,     // answered and half-closed: reading until the client closes, so that it can read the answer
     kClosed,
   };
+
+  // TLS.
+  void Handshake();
+  void SendTls();
 
   // Reading.
   void Read();
   void OnReadable(ErrorCode ec);
+  size_t ReadSome(char* data, size_t size, ErrorCode& ec);
+  bool SendContinue();
   void OnPeerGone(bool reset);
   void ParseInput();
   void BeginRequest();
@@ -89,6 +101,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   HttpIoThread& io_;
   HttpServerState& server_;
   boost::asio::ip::tcp::socket socket_;
+  std::optional<TlsSession> tls_;
   std::string peer_;
 
   Phase phase_ = Phase::kIdle;
@@ -96,6 +109,7 @@ class HttpConnection : public std::enable_shared_from_this<HttpConnection> {
   std::string input_;  // received, not yet parsed; parsed_ bytes at its start are done with
   size_t parsed_ = 0;
   bool reading_ = false;
+  bool tls_read_waits_for_write_ = false;
   std::optional<Clock::time_point> limit_;  // closes the connection when passed
   Clock::time_point linger_end_;
 

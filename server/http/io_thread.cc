@@ -70,8 +70,8 @@ void HttpIoThread::Run() {
 void HttpIoThread::Join() {
   if (!thread_.joinable()) return;
   boost::asio::post(context_, [this] {
-    // A sweep that is due already cannot be cancelled, and a connection may still be on its way to Add: neither may start
-    // work that would keep the loop running.
+    // A sweep that is due already cannot be cancelled, and a connection may still be on its way to Add: neither may
+    // start work that would keep the loop running.
     stopping_ = true;
     CloseAll();
     timer_.cancel();
