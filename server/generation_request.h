@@ -9,6 +9,7 @@
 
 #include "engine/request.h"
 #include "server/text/chat_types.h"
+#include "server/trace_context.h"
 
 // What a client asks for, in neutral form: both front ends fill one in and hand it to GenerationService. Absent values
 // are filled in there; nothing here is checked yet. The members mirror GenerationSpec of the gRPC contract, whose field
@@ -88,6 +89,8 @@ struct GenerationRequest {
   int32_t priority = 0;
   std::string session_id;
   std::optional<Clock::time_point> deadline;
+  uint64_t caller = 0;  // stands for the API key; 0: none is required
+  TraceContext trace;
 };
 
 }  // namespace k3

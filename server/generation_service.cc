@@ -1,6 +1,7 @@
 #include "server/generation_service.h"
 
 #include <algorithm>
+#include <limits>
 #include <random>
 #include <utility>
 
@@ -262,6 +263,45 @@ absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::StartNow(Gene
   return Submit(model, request, *std::move(effective), *std::move(prompt), arrival);
 }
 
+absl::StatusOr<uint64_t> GenerationService::OpenStream(uint64_t caller, Clock::time_point arrival,
+                                                       std::shared_ptr<void>* lease) {
+  std::lock_guard lock(mutex_);
+  if (caller != 0) {
+    int64_t& count = streams_per_caller_[caller];
+    const int64_t limit = options_.max_streams_per_key.value_or(std::numeric_limits<int64_t>::max());
+    if (count >= limit) {
+      ErrorDetails details;
+      details.reason = "too_many_streams";
+      details.numbers = {{"max_streams_per_key", absl::StrCat(limit)}};
+      const std::string message = absl::StrCat("this API key has ", count, " requests in progress, its limit");
+      details.quotas.push_back({"streams_per_key", message});
+      details.retry_after = absl::Seconds(1);
+      return WithDetails(absl::ResourceExhaustedError(message), details);
+    }
+    ++count;
+  }
+  const uint64_t key = next_stream_++;
+  streams_[key].arrival = arrival;
+  *lease = std::shared_ptr<void>(this, [this, key, caller](void*) {
+    std::lock_guard lock(mutex_);
+    streams_.erase(key);
+    const auto it = streams_per_caller_.find(caller);
+    if (it != streams_per_caller_.end() && --it->second == 0) streams_per_caller_.erase(it);
+  });
+  return key;
+}
+
+RequestSpan GenerationService::SpanOf(const GenerationRequest& request, Clock::time_point arrival) const {
+  RequestSpan span;
+  span.context = request.trace;
+  span.name = std::holds_alternative<ChatRequest>(request.input) ? "chat" : "text_completion";
+  span.request_id = request.request_id;
+  if (const auto model = this->model()) span.model = model->names.front();
+  span.end = std::chrono::system_clock::now();
+  span.start = span.end - std::chrono::duration_cast<std::chrono::system_clock::duration>(Clock::now() - arrival);
+  return span;
+}
+
 absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(const ServedModel& model,
                                                                           GenerationRequest& request,
                                                                           EffectiveSampling effective, Prompt prompt,
@@ -291,19 +331,27 @@ absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(const 
     reader.history_calls = prompt.history_calls;
   }
   for (int32_t i = 0; i < num_choices; ++i) stream_options.readers.push_back(std::make_unique<ChoiceReader>(reader));
-  uint64_t key = 0;
-  {
-    std::lock_guard lock(mutex_);
-    key = next_stream_++;
+  const absl::StatusOr<uint64_t> key = OpenStream(request.caller, arrival, &stream_options.lease);
+  if (!key.ok()) return key.status();
+  if (options_.spans != nullptr && request.trace.sampled) {
+    stream_options.on_end = [exporter = options_.spans, span = SpanOf(request, arrival)](
+                                Outcome outcome, const absl::Status& status, const RequestUsage& usage) mutable {
+      span.end = std::chrono::system_clock::now();
+      span.ok = status.ok();
+      span.outcome = OutcomeName(outcome);
+      span.prompt_tokens = usage.prompt_tokens;
+      span.cached_tokens = usage.cached_tokens;
+      span.completion_tokens = usage.completion_tokens;
+      span.queue_seconds = usage.queue_seconds;
+      span.prefill_seconds = usage.prefill_seconds;
+      span.decode_seconds = usage.decode_seconds;
+      exporter->Add(std::move(span));
+    };
   }
-  stream_options.lease = std::shared_ptr<void>(this, [this, key](void*) {
-    std::lock_guard lock(mutex_);
-    streams_.erase(key);
-  });
   auto stream = std::make_shared<ResponseStream>(model.engine, std::move(stream_options));
   {
     std::lock_guard lock(mutex_);
-    streams_.emplace(key, stream);
+    streams_[*key].stream = stream;
   }
 
   auto engine_request = std::make_unique<Request>();
@@ -326,11 +374,20 @@ absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(const 
 void GenerationService::Start(GenerationRequest request, const CancelFlag& cancelled, StartDone done) {
   const Clock::time_point arrival = Clock::now();
   const size_t bytes = TextBytes(request);
-  const auto finish = [this, done = std::move(done)](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
-    if (!stream.ok()) CountRefusal(stream.status());
+  auto shared = std::make_shared<GenerationRequest>(std::move(request));
+  const auto finish = [this, shared, arrival,
+                       done = std::move(done)](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
+    if (!stream.ok()) {
+      CountRefusal(stream.status());
+      if (options_.spans != nullptr && shared->trace.sampled) {
+        RequestSpan span = SpanOf(*shared, arrival);
+        span.ok = false;
+        span.outcome = absl::StatusCodeToString(stream.status().code());
+        options_.spans->Add(std::move(span));
+      }
+    }
     done(std::move(stream));
   };
-  auto shared = std::make_shared<GenerationRequest>(std::move(request));
   RunTextWork(
       bytes, [this, shared, cancelled, arrival, finish] { finish(StartNow(*shared, cancelled, arrival)); },
       [finish](const absl::Status& status) { finish(status); });
@@ -395,11 +452,34 @@ void GenerationService::AbortAll(const absl::Status& status) {
   std::vector<std::shared_ptr<ResponseStream>> streams;
   {
     std::lock_guard lock(mutex_);
-    for (const auto& [key, weak] : streams_) {
-      if (auto stream = weak.lock()) streams.push_back(std::move(stream));
+    for (const auto& [key, entry] : streams_) {
+      if (auto stream = entry.stream.lock()) streams.push_back(std::move(stream));
     }
   }
   for (const auto& stream : streams) stream->Abort(status);
+}
+
+void GenerationService::EndOverdue() {
+  if (!options_.queue_timeout.has_value()) return;
+  const Clock::time_point begin = Clock::now() - *options_.queue_timeout;
+  std::vector<std::shared_ptr<ResponseStream>> overdue;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [key, entry] : streams_) {
+      if (entry.arrival > begin) continue;
+      auto stream = entry.stream.lock();
+      if (stream != nullptr && !stream->HasLeftQueue()) overdue.push_back(std::move(stream));
+    }
+  }
+  for (const auto& stream : overdue) {
+    const double seconds = std::chrono::duration<double>(*options_.queue_timeout).count();
+    const std::string message = absl::StrFormat("the request has waited in the queue for %g s, the limit", seconds);
+    ErrorDetails details;
+    details.reason = "queue_timeout";
+    details.quotas.push_back({"queue", message});
+    details.retry_after = absl::Seconds(std::clamp<int64_t>(static_cast<int64_t>(seconds), 1, 60));
+    stream->Abort(WithDetails(absl::ResourceExhaustedError(message), details));
+  }
 }
 
 }  // namespace k3

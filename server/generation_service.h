@@ -17,6 +17,8 @@
 #include "server/metrics.h"
 #include "server/response_stream.h"
 #include "server/served_model.h"
+#include "server/span_exporter.h"
+#include "server/trace_context.h"
 #include "server/worker_pool.h"
 
 namespace k3 {
@@ -37,8 +39,11 @@ class GenerationService {
     std::string default_effort;  // low, high, max, none; empty: the model's own
     std::optional<Clock::duration> request_timeout;
     bool vendor_strict = false;
-    int text_threads = 2;             // encode large prompts
-    size_t max_queued_prompts = 256;  // large prompts waiting for them
+    std::optional<Clock::duration> queue_timeout;  // longest wait for the first slot
+    std::optional<int64_t> max_streams_per_key;    // requests in progress of one API key
+    SpanExporter* spans = nullptr;                 // outlives the service; null: no traces leave the process
+    int text_threads = 2;                          // encode large prompts
+    size_t max_queued_prompts = 256;               // large prompts waiting for them
   };
 
   // Set by the front end when its client goes away before the stream exists; work not yet begun is then skipped.
@@ -57,6 +62,14 @@ class GenerationService {
   // Calls `done` exactly once: on this thread for a small prompt, else on a text thread. The stream then gets exactly
   // one final event, whatever happens.
   void Start(GenerationRequest request, const CancelFlag& cancelled, StartDone done);
+
+  // The trace that a `traceparent` header names; begins one where traces are exported.
+  TraceContext TraceOf(std::string_view traceparent) const {
+    return ContinueTrace(traceparent, options_.spans != nullptr);
+  }
+
+  // Ends requests that have waited in the queue for longer than Options::queue_timeout. Called now and then.
+  void EndOverdue();
 
   // For what a front end refuses by itself: it counts like a refusal of Start.
   void CountRefusal(const absl::Status& status);
@@ -77,6 +90,15 @@ class GenerationService {
 
  private:
   struct Prompt;
+  struct InProgress {
+    std::weak_ptr<ResponseStream> stream;
+    Clock::time_point arrival;
+  };
+
+  // Counts a stream of this caller and gives its key; RESOURCE_EXHAUSTED when the caller has too many. The lease ends
+  // the count.
+  absl::StatusOr<uint64_t> OpenStream(uint64_t caller, Clock::time_point arrival, std::shared_ptr<void>* lease);
+  RequestSpan SpanOf(const GenerationRequest& request, Clock::time_point arrival) const;
 
   absl::StatusOr<std::shared_ptr<const ServedModel>> ModelFor(const std::string& name) const;
   absl::StatusOr<Prompt> PromptOf(const ServedModel& model, const GenerationRequest& request) const;
@@ -94,8 +116,9 @@ class GenerationService {
   Metrics* const metrics_;
 
   mutable std::mutex mutex_;
-  std::shared_ptr<const ServedModel> model_;                             // guarded by mutex_, as the next two
-  std::unordered_map<uint64_t, std::weak_ptr<ResponseStream>> streams_;  // accepted, final event not yet taken
+  std::shared_ptr<const ServedModel> model_;                  // guarded by mutex_, as the next three
+  std::unordered_map<uint64_t, InProgress> streams_;          // accepted, final event not yet taken
+  std::unordered_map<uint64_t, int64_t> streams_per_caller_;  // of these
   uint64_t next_stream_ = 0;
 
   WorkerPool text_pool_;  // ends first: its tasks use all of the above

@@ -7,12 +7,14 @@
 
 namespace k3 {
 
-absl::Status Authorize(const ApiKeys& keys, const grpc::CallbackServerContext& context) {
-  if (!keys.required()) return absl::OkStatus();
+absl::Status Authorize(const ApiKeys& keys, const grpc::CallbackServerContext& context, uint64_t* caller) {
+  return keys.Check(MetadataOf(context, "authorization"), caller);
+}
+
+std::string_view MetadataOf(const grpc::CallbackServerContext& context, const char* key) {
   const auto& metadata = context.client_metadata();
-  const auto it = metadata.find("authorization");
-  if (it == metadata.end()) return keys.Check("");
-  return keys.Check(std::string_view(it->second.data(), it->second.size()));
+  const auto it = metadata.find(key);
+  return it == metadata.end() ? std::string_view() : std::string_view(it->second.data(), it->second.size());
 }
 
 std::string RequestIdOf(const grpc::CallbackServerContext& context) {

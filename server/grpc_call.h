@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "engine/request.h"
@@ -13,7 +14,11 @@
 // What every RPC does with its context.
 namespace k3 {
 
-absl::Status Authorize(const ApiKeys& keys, const grpc::CallbackServerContext& context);
+// `caller`: see ApiKeys::Check.
+absl::Status Authorize(const ApiKeys& keys, const grpc::CallbackServerContext& context, uint64_t* caller = nullptr);
+
+// The value of a metadata key, empty when absent.
+std::string_view MetadataOf(const grpc::CallbackServerContext& context, const char* key);
 
 // The caller's x-request-id where it is usable (printable ASCII, at most 128 characters), else a new one.
 std::string RequestIdOf(const grpc::CallbackServerContext& context);

@@ -27,7 +27,9 @@ namespace {
 
 constexpr char kSpecPrefix[] = "spec.";
 
-void AddInitialMetadata(grpc::CallbackServerContext* context, const AcceptedEvent& accepted) {
+void AddInitialMetadata(grpc::CallbackServerContext* context, const AcceptedEvent& accepted,
+                        const TraceContext& trace) {
+  if (trace.active()) context->AddInitialMetadata("traceparent", trace.Header());
   context->AddInitialMetadata("x-request-id", accepted.request_id);
   context->AddInitialMetadata("k3serve-version", kVersion);
   context->AddInitialMetadata("k3serve-weights-version", accepted.weights_version);
@@ -44,7 +46,9 @@ void AddUsageTrailers(grpc::CallbackServerContext* context, const RequestUsage& 
 }
 
 // A status with its trailers. Nothing goes into initial metadata, so that the client library may still retry.
-grpc::Status Refusal(grpc::CallbackServerContext* context, const absl::Status& status, const std::string& request_id) {
+grpc::Status Refusal(grpc::CallbackServerContext* context, const absl::Status& status, const std::string& request_id,
+                     const TraceContext& trace) {
+  if (trace.active()) context->AddTrailingMetadata("traceparent", trace.Header());
   context->AddTrailingMetadata("x-request-id", request_id);
   const std::string pushback = RetryPushback(status);
   if (!pushback.empty()) context->AddTrailingMetadata("grpc-retry-pushback-ms", pushback);
@@ -72,7 +76,9 @@ class Call : public std::enable_shared_from_this<Call> {
   void Begin(const ApiKeys& keys, const pb::GenerationSpec& spec) {
     self_ = shared_from_this();
     request_id_ = RequestIdOf(*context_);
-    absl::Status status = Authorize(keys, *context_);
+    trace_ = generation_->TraceOf(MetadataOf(*context_, "traceparent"));
+    uint64_t caller = 0;
+    absl::Status status = Authorize(keys, *context_, &caller);
     if (!status.ok()) return OnStarted(status);
     absl::StatusOr<GenerationRequest> request = FromProto(spec);
     if (!request.ok()) {
@@ -80,6 +86,8 @@ class Call : public std::enable_shared_from_this<Call> {
       return OnStarted(request.status());
     }
     request->request_id = request_id_;
+    request->caller = caller;
+    request->trace = trace_;
     request->deadline = DeadlineOf(*context_);
     if (!request->deadline.has_value()) spdlog::debug("grpc request={} has no deadline", request_id_);
     generation_->Start(*std::move(request), cancelled_,
@@ -92,7 +100,7 @@ class Call : public std::enable_shared_from_this<Call> {
     if (!stream.ok()) {
       if (!ClaimFinish()) return;
       Log(stream.status().code(), {});
-      SendFinish(Refusal(context_, stream.status(), request_id_));
+      SendFinish(Refusal(context_, stream.status(), request_id_, trace_));
       return;
     }
     {
@@ -138,9 +146,14 @@ class Call : public std::enable_shared_from_this<Call> {
   // The one line of this call, from whoever has claimed its finish.
   void Log(absl::StatusCode code, const RequestUsage& usage) const {
     spdlog::info(
-        "grpc request={} method={} status={} prompt_tokens={} cached_tokens={} completion_tokens={} seconds={:.3f}",
+        "grpc request={} method={} status={} prompt_tokens={} cached_tokens={} completion_tokens={} seconds={:.3f}{}",
         request_id_, method_, absl::StatusCodeToString(code), usage.prompt_tokens, usage.cached_tokens,
-        usage.completion_tokens, std::chrono::duration<double>(Clock::now() - arrival_).count());
+        usage.completion_tokens, std::chrono::duration<double>(Clock::now() - arrival_).count(), trace_.LogField());
+  }
+
+  RequestUsage UsageSoFar() {
+    std::lock_guard lock(mutex_);
+    return stream_ == nullptr ? RequestUsage() : stream_->UsageSoFar();
   }
 
   // The client has gone: the engine hears of it before this returns.
@@ -203,7 +216,7 @@ class Call : public std::enable_shared_from_this<Call> {
   }
 
   void FinishCancelled() {
-    Log(absl::StatusCode::kCancelled, {});
+    Log(absl::StatusCode::kCancelled, UsageSoFar());
     SendFinish(grpc::Status::CANCELLED);
   }
 
@@ -217,6 +230,7 @@ class Call : public std::enable_shared_from_this<Call> {
   grpc::CallbackServerContext* const context_;
   const GenerationService::CancelFlag cancelled_;
   std::string request_id_;
+  TraceContext trace_;
   const Clock::time_point arrival_ = Clock::now();
 
  private:
@@ -273,8 +287,8 @@ class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::Stream
 
   void EndIfStalled(Clock::duration limit) override {
     if (!ClaimFinishOfStalled(limit)) return;
+    Log(absl::StatusCode::kResourceExhausted, UsageSoFar());
     DropRequest();
-    Log(absl::StatusCode::kResourceExhausted, {});
     ErrorDetails details;
     details.reason = "slow_reader";
     const double seconds = std::chrono::duration<double>(limit).count();
@@ -299,7 +313,7 @@ class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::Stream
       Log(finish->status.code(), finish->usage);
       AddUsageTrailers(context_, finish->usage);
       if (!finish->status.ok()) {
-        Finish(Refusal(context_, finish->status, request_id_));
+        Finish(Refusal(context_, finish->status, request_id_, trace_));
       } else {
         response_.Clear();
         ToProto(*finish, response_.mutable_usage());
@@ -314,7 +328,7 @@ class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::Stream
   void Fill(StreamEvent&& event) {
     response_.Clear();
     if (auto* accepted = std::get_if<AcceptedEvent>(&event)) {
-      AddInitialMetadata(context_, *accepted);
+      AddInitialMetadata(context_, *accepted, trace_);
       ToProto(*accepted, response_.mutable_accepted());
     } else if (auto* prefill = std::get_if<PrefillEvent>(&event)) {
       response_.mutable_prefill()->set_done(static_cast<uint32_t>(prefill->done));
@@ -413,8 +427,8 @@ class UnaryCall final : public Call, public grpc::ServerUnaryReactor {
       if (!ClaimFinish()) return;
       Log(finish->status.code(), finish->usage);
       AddUsageTrailers(context_, finish->usage);
-      if (!finish->status.ok()) return Finish(Refusal(context_, finish->status, request_id_));
-      AddInitialMetadata(context_, accepted_);
+      if (!finish->status.ok()) return Finish(Refusal(context_, finish->status, request_id_, trace_));
+      AddInitialMetadata(context_, accepted_, trace_);
       ToProto(*finish, reply_.mutable_usage());
       response_->Swap(&reply_);
       Finish(grpc::Status::OK);

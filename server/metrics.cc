@@ -245,6 +245,9 @@ Metrics::Metrics(Options options)
           ProcessGauge(registry_, "process_start_time_seconds", "Start of the process, seconds since 1970")),
       resident_bytes_(ProcessGauge(registry_, "process_resident_memory_bytes", "Resident memory")),
       open_files_(ProcessGauge(registry_, "process_open_fds", "Open file descriptors")),
+      spans_exported_(MakeCounter(registry_, "trace_spans_exported_total", "Spans that the collector took")),
+      spans_dropped_(MakeCounter(registry_, "trace_spans_dropped_total",
+                                 "Spans dropped because the collector was slow, away or refused them")),
       prefill_tokens_(
           MakeCounter(registry_, "prefill_tokens_total",
                       "Tokens computed in chunks of more than one: no cached ones, those computed again after "
@@ -321,6 +324,11 @@ void Metrics::OnExpertLoad(const std::string& layer_group, double max_over_mean)
 }
 
 void Metrics::OnRoutingOverrides(double ratio) { routing_override_ratio_.Add({}).Set(ratio); }
+
+void Metrics::SetSpans(uint64_t exported, uint64_t dropped) {
+  Advance(spans_exported_, static_cast<uint64_t>(spans_exported_.Value()), exported);
+  Advance(spans_dropped_, static_cast<uint64_t>(spans_dropped_.Value()), dropped);
+}
 
 void Metrics::ReadEngine() {
   if (!load_) {

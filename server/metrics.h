@@ -90,6 +90,9 @@ class Metrics : public EngineObserver {
   // Share of expert choices in which the balance rule replaced the router's own choice.
   void OnRoutingOverrides(double ratio);
 
+  // Totals of the trace export.
+  void SetSpans(uint64_t exported, uint64_t dropped);
+
   // Prometheus text format 0.0.4.
   std::string Render();
 
@@ -134,6 +137,8 @@ class Metrics : public EngineObserver {
   prometheus::Gauge& open_files_;
 
   // Fed by the hooks.
+  prometheus::Counter& spans_exported_;
+  prometheus::Counter& spans_dropped_;
   prometheus::Counter& prefill_tokens_;
   prometheus::Counter& requests_accepted_;
   std::array<prometheus::Counter*, kNumOutcomes> requests_finished_;

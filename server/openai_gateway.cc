@@ -134,14 +134,24 @@ HttpReply OpenAiGateway::Completions(const HttpRequest& request, HttpWaker waker
 HttpReply OpenAiGateway::Generate(absl::StatusOr<OpenAiRequest> parsed, OpenAiRoute route, const HttpRequest& request,
                                   HttpWaker waker) {
   const std::string request_id = RequestIdOf(request);
+  const TraceContext trace = service_->TraceOf(request.Header("traceparent"));
   const auto refuse = [&](const absl::Status& status) {
     service_->CountRefusal(status);
     const std::string field = parsed.ok() ? parsed->max_tokens_field : "max_tokens";
     HttpResponse response = ErrorResponse(ErrorOf(status, route, field, request_id));
     response.headers.emplace_back("x-request-id", request_id);
+    if (trace.active()) response.headers.emplace_back("traceparent", trace.Header());
     return response;
   };
   if (!parsed.ok()) return refuse(parsed.status());
+  uint64_t caller = 0;
+  if (keys_ != nullptr)
+    static_cast<void>(keys_->Check(request.Header("authorization"), &caller));  // CheckHead has asked
+  for (GenerationRequest& prompt : parsed->requests) {
+    prompt.caller = caller;
+    // The prompts of a batch are spans below the request's.
+    prompt.trace = &prompt == parsed->requests.data() ? trace : ContinueTrace(trace.Header(), false);
+  }
   const absl::StatusOr<std::shared_ptr<const ServedModel>> model = Model();
   if (!model.ok()) return refuse(model.status());
   ReplyHeader header;

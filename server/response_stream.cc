@@ -57,7 +57,22 @@ void ResponseStream::Cancel() {
 
 void ResponseStream::Abort(const absl::Status& status) {
   Cancel();
-  OnFinished(status, RequestUsage{.prompt_tokens = options_.accepted.prompt_tokens});
+  OnFinished(status, UsageSoFar());
+}
+
+RequestUsage ResponseStream::UsageSoFar() const {
+  std::lock_guard lock(mutex_);
+  if (closed_) return usage_;
+  RequestUsage usage;
+  usage.prompt_tokens = options_.accepted.prompt_tokens;
+  usage.cached_tokens = cached_tokens_;
+  usage.completion_tokens = pushed_tokens_;
+  return usage;
+}
+
+bool ResponseStream::HasLeftQueue() const {
+  std::lock_guard lock(mutex_);
+  return admitted_ || closed_;
 }
 
 // Engine thread.
@@ -77,7 +92,12 @@ void ResponseStream::Push(RawEvent event, const TokenLogprob* logprob) {
     if (closed_) return;
     if (event.kind == RawKind::kFinished) closed_ = true;
     if (event.kind == RawKind::kChoiceFinished) last_reason_ = event.reason;
+    if (event.kind == RawKind::kAdmitted) {
+      admitted_ = true;
+      cached_tokens_ = event.value;
+    }
     if (event.kind == RawKind::kToken) {
+      ++pushed_tokens_;
       if (metrics_ != nullptr) {
         metrics_->OnToken(event.choice);
       } else if (!engine_id_.has_value()) {
@@ -340,10 +360,11 @@ bool ResponseStream::Next(StreamEvent* event) {
 }
 
 void ResponseStream::ReportMetrics(bool tool_calls) {
-  if (metrics_ == nullptr) return;
-  if (only_reasoning_) metrics_->OnNoContent();
   Outcome outcome = OutcomeOf(final_status_, last_reason_);
   if (outcome == Outcome::kStop && tool_calls) outcome = Outcome::kToolCalls;
+  if (options_.on_end) options_.on_end(outcome, final_status_, usage_);
+  if (metrics_ == nullptr) return;
+  if (only_reasoning_) metrics_->OnNoContent();
   metrics_->OnFinished(outcome, usage_);
 }
 

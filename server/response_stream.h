@@ -41,6 +41,8 @@ class ResponseStream final : public TokenSink {
     bool drain_eagerly = false;
     // Held until the final event is taken, or the stream goes.
     std::shared_ptr<void> lease;
+    // Told once how the request ended, on whatever thread found out. May be empty.
+    std::function<void(Outcome, const absl::Status&, const RequestUsage&)> on_end;
   };
 
   // The engine must outlive the stream.
@@ -66,6 +68,11 @@ class ResponseStream final : public TokenSink {
   bool Next(StreamEvent* event);
   // Whether Next would give one.
   bool Ready() const;
+
+  // The figures so far, or the final ones. Any thread.
+  RequestUsage UsageSoFar() const;
+  // The request has left the queue, or ended. Any thread.
+  bool HasLeftQueue() const;
 
   bool drain_eagerly() const { return options_.drain_eagerly; }
   const std::string& request_id() const { return options_.accepted.request_id; }
@@ -126,7 +133,7 @@ class ResponseStream final : public TokenSink {
   const int32_t top_per_token_;
   const bool logprobs_;
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   Raw raw_;                    // guarded by mutex_, as all up to the next blank line
   absl::Status final_status_;  // valid once closed_
   RequestUsage usage_;
@@ -135,6 +142,9 @@ class ResponseStream final : public TokenSink {
   bool notified_ = false;
   bool closed_ = false;  // the final event is pushed; whatever comes later is dropped
   bool cancel_requested_ = false;
+  bool admitted_ = false;
+  int32_t cached_tokens_ = 0;
+  int32_t pushed_tokens_ = 0;
   std::unique_ptr<RequestMetrics> metrics_;
   std::vector<std::pair<int32_t, Clock::time_point>> early_tokens_;  // came before the metrics
   std::optional<RequestId> engine_id_;

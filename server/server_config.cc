@@ -29,6 +29,9 @@ void AddNetworkFlags(FlagSet& flags, ServerConfig& config) {
                "clients must show a certificate of this authority (PEM)");
   flags.Int("max-message-mib", &config.max_message_mib, {1, 256}, "largest gRPC message, MiB");
   flags.Int("max-body-mib", &config.max_body_mib, {1, 1024}, "largest HTTP body, MiB");
+  flags.Int("max-connections", &config.max_connections, {1, 1e6}, "open HTTP connections; more are turned away");
+  flags.Int("max-streams-per-key", &config.max_streams_per_key, {1, 1e6},
+            "requests in progress of one API key; more are refused (default: no limit)");
 }
 
 void AddServingFlags(FlagSet& flags, ServerConfig& config) {
@@ -39,13 +42,18 @@ void AddServingFlags(FlagSet& flags, ServerConfig& config) {
   flags.Choice("default-effort", &config.default_effort, {"low", "high", "max", "none"},
                "thinking effort of requests that name none (default: max for K3)");
   flags.Int("max-queue", &config.max_queue, {1, 1e6}, "waiting requests; more are refused");
-  flags.Number("request-timeout", &config.request_timeout_seconds, {0.001, 1e7}, "longest time of a request, seconds");
+  flags.Number("request-timeout", &config.request_timeout_seconds, {0.001, 1e7},
+               "longest time of a request, seconds (default: no limit)");
+  flags.Number("queue-timeout", &config.queue_timeout_seconds, {0.001, 1e7},
+               "longest wait of a request for its first slot, seconds (default: no limit)");
   flags.Bool("vendor-strict", &config.vendor_strict, "refuse what the vendor's own API refuses");
 
   flags.Group("Operation");
   flags.Choice("log-level", &config.log_level, {"trace", "debug", "info", "warn", "error"}, "least level logged");
   flags.Choice("log-format", &config.log_format, {"text", "json"}, "form of the log on stderr");
   flags.Choice("metrics-compat", &config.metrics_compat, {"none", "vllm"}, "also offer metrics under these names");
+  flags.String("otlp-endpoint", &config.otlp_endpoint, "URL",
+               "OpenTelemetry collector (http://HOST:4318) that gets a span of every request");
   flags.Number("drain-lag", &config.drain_lag_seconds, {0, 3600},
                "seconds from the start of a drain until new work is refused");
   flags.Number("shutdown-timeout", &config.shutdown_timeout_seconds, {0, 86400},
@@ -61,8 +69,10 @@ absl::Status CheckServing(const FlagSet& flags, const ServerConfig& config) {
   if (!config.port.has_value() && !config.grpc_port.has_value()) {
     return Conflict(flags, "port", "grpc-port", "both are off, so nothing would be served");
   }
-  const std::vector<std::pair<std::string, Port>> ports = {
-      {"port", config.port}, {"grpc-port", config.grpc_port}, {"admin-port", config.admin_port}, {"probe-port", config.probe_port}};
+  const std::vector<std::pair<std::string, Port>> ports = {{"port", config.port},
+                                                           {"grpc-port", config.grpc_port},
+                                                           {"admin-port", config.admin_port},
+                                                           {"probe-port", config.probe_port}};
   for (size_t i = 0; i < ports.size(); ++i) {
     for (size_t j = i + 1; j < ports.size(); ++j) {
       const Port& port = ports[i].second;

@@ -28,6 +28,8 @@ struct ServerConfig {
   std::string tls_client_ca;
   int64_t max_message_mib = 64;
   int64_t max_body_mib = 64;
+  int64_t max_connections = 16384;
+  std::optional<int64_t> max_streams_per_key;
 
   // Model.
   std::vector<std::string> served_model_names;  // never empty after Load: the folder's name by default
@@ -64,6 +66,7 @@ struct ServerConfig {
   std::optional<int64_t> prefill_chunk;
   int64_t max_queue = 256;
   std::optional<double> request_timeout_seconds;
+  std::optional<double> queue_timeout_seconds;
   bool enable_prefix_caching = true;
   int64_t snapshot_interval = 1024;
   double verify_hits = 0;
@@ -72,6 +75,7 @@ struct ServerConfig {
   std::string log_level = "info";
   std::string log_format = "text";
   std::string metrics_compat = "none";
+  std::string otlp_endpoint;
   double drain_lag_seconds = 0;
   double shutdown_timeout_seconds = 30;
   bool vendor_strict = false;

@@ -26,6 +26,7 @@
 #include "server/probe_handler.h"
 #include "server/server_config.h"
 #include "server/signals.h"
+#include "server/span_exporter.h"
 #include "server/tls_store.h"
 #include "server/version.h"
 #include "server/worker_pool.h"
@@ -52,11 +53,13 @@ std::string ListenerText(const std::string& host, const Port& wanted, int port) 
 // One run of the server. Members live in the order in which they need each other.
 class Server {
  public:
-  explicit Server(ServerConfig config)
+  // `spans` may be null.
+  Server(ServerConfig config, std::unique_ptr<SpanExporter> spans)
       : config_(std::move(config)),
+        spans_(std::move(spans)),
         metrics_(
             Metrics::Options{kVersion, kCommit, config_.served_model_names.front(), config_.metrics_compat == "vllm"}),
-        generation_(GenerationOptions(config_), &health_, &metrics_),
+        generation_(GenerationOptions(config_, spans_.get()), &health_, &metrics_),
         gateway_(OpenAiOptions{.vendor_strict = config_.vendor_strict}, &generation_, &health_, &metrics_, &keys_),
         http_pool_(kHttpTextThreads) {}
 
@@ -106,8 +109,11 @@ class Server {
   }
 
  private:
-  static GenerationService::Options GenerationOptions(const ServerConfig& config) {
+  static GenerationService::Options GenerationOptions(const ServerConfig& config, SpanExporter* spans) {
     GenerationService::Options options;
+    options.spans = spans;
+    options.max_streams_per_key = config.max_streams_per_key;
+    if (config.queue_timeout_seconds.has_value()) options.queue_timeout = Seconds(*config.queue_timeout_seconds);
     options.default_effort = config.default_effort;
     if (config.request_timeout_seconds.has_value()) options.request_timeout = Seconds(*config.request_timeout_seconds);
     options.vendor_strict = config.vendor_strict;
@@ -167,6 +173,7 @@ class Server {
     options.host = config_.host;
     options.port = *config_.port;
     options.max_body_bytes = static_cast<uint64_t>(config_.max_body_mib) << 20;
+    options.max_connections = static_cast<int>(config_.max_connections);
     auto server =
         HttpServer::Start(options, gateway_, [this](std::function<void()> task) { http_pool_.Post(std::move(task)); });
     if (!server.ok()) return Fail(kExitCannotBind, server.status());
@@ -215,6 +222,8 @@ class Server {
       const int signal = signals.Wait(kTick);
       const EngineLoad load = engine.Load();
       health_.Observe(load);
+      generation_.EndOverdue();
+      if (spans_ != nullptr) metrics_.SetSpans(spans_->exported(), spans_->dropped());
       if (!load.healthy) {
         spdlog::critical("the device has failed: ending");
         std::this_thread::sleep_for(kFaultNotice);
@@ -269,6 +278,7 @@ class Server {
   ApiKeys keys_;
   std::unique_ptr<TlsStore> tls_;
   ServerHealth health_;
+  std::unique_ptr<SpanExporter> spans_;
   Metrics metrics_;
   GenerationService generation_;
   OpenAiGateway gateway_;
@@ -303,7 +313,16 @@ int RunServe(const std::vector<std::string>& args, const GetEnv& getenv) {
   }
   const Signals signals;
   SetUpLogging(line->config.log_format, line->config.log_level);
-  auto server = std::make_unique<Server>(line->config);
+  std::unique_ptr<SpanExporter> spans;
+  if (!line->config.otlp_endpoint.empty()) {
+    auto exporter = SpanExporter::Start({.endpoint = line->config.otlp_endpoint, .version = kVersion});
+    if (!exporter.ok()) {
+      std::cerr << "k3serve serve: " << exporter.status().message() << "\n";
+      return kExitUsage;
+    }
+    spans = *std::move(exporter);
+  }
+  auto server = std::make_unique<Server>(line->config, std::move(spans));
   const int code = server->Run(signals);
   if (server->gave_up()) static_cast<void>(server.release());  // belongs to the loading thread until the process ends
   return code;

@@ -8,6 +8,7 @@
 
 #include "engine/model/golden_check.h"
 #include "engine/model/weights_loader.h"
+#include "server/commands/verify_server.h"
 #include "server/exit_codes.h"
 #include "server/flags.h"
 
@@ -31,6 +32,7 @@ struct VerifyOptions {
   bool batch_invariant = false;
   double latent_norm_eps = 1e-6;
   std::string kl_router_weights = "unbiased";
+  VerifyServerOptions server;
   bool help = false;
 };
 
@@ -50,6 +52,10 @@ void DeclareFlags(FlagSet& flags, VerifyOptions& options) {
   flags.Number("latent-norm-eps", &options.latent_norm_eps, {0, 1}, "eps of the MLA latent norms");
   flags.Choice("kl-router-weights", &options.kl_router_weights, {"unbiased", "biased"},
                "router weights of Kimi-Linear");
+  flags.Group("Verify a running server instead of a model");
+  flags.String("server", &options.server.url, "URL", "replay the HTTP contract against it, e.g. http://127.0.0.1:8000");
+  flags.String("target", &options.server.target, "HOST:PORT", "replay the gRPC contract against it");
+  flags.String("api-key-file", &options.server.api_key_file, "FILE", "the key to show: the file's first line");
   flags.Bool("help", &options.help, "this text");
 }
 
@@ -58,6 +64,10 @@ absl::Status ParseArgs(const std::vector<std::string>& args, FlagSet& flags, Ver
   if (absl::Status status = flags.ParseArgs(args, &positional); !status.ok()) return status;
   if (absl::Status status = flags.Resolve(); !status.ok()) return status;
   if (options.help) return absl::OkStatus();
+  if (!options.server.url.empty() || !options.server.target.empty()) {
+    if (positional.empty() && options.golden.empty()) return absl::OkStatus();
+    return absl::InvalidArgumentError("--server and --target check a running server: no MODEL_DIR, no --golden");
+  }
   if (positional.size() != 1) {
     return absl::InvalidArgumentError("verify takes one model folder: k3serve verify MODEL_DIR --golden FILE");
   }
@@ -154,11 +164,16 @@ int RunVerify(const std::vector<std::string>& args, std::ostream& out, std::ostr
     return kExitUsage;
   }
   if (options.help) {
-    out << "Usage: k3serve verify MODEL_DIR --golden FILE [flags]\n\n"
-           "Runs the prompts of a golden file through the model and compares logits, experts and greedy tokens.\n"
+    out << "Usage: k3serve verify MODEL_DIR --golden FILE [flags]\n"
+           "       k3serve verify [--server URL] [--target HOST:PORT]\n\n"
+           "Runs the prompts of a golden file through the model and compares logits, experts and greedy tokens. Or "
+           "replays "
+           "the\nAPI contract against a running server and reports every check.\n"
         << flags.Help();
     return kExitOk;
   }
+
+  if (!options.server.url.empty() || !options.server.target.empty()) return RunVerifyServer(options.server, out, err);
 
   std::unique_ptr<Ops> ops;
   try {

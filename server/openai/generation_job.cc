@@ -34,6 +34,7 @@ GenerationJob::GenerationJob(GenerationService* service, OpenAiRequest request, 
       reply_(request.reply),
       max_tokens_field_(std::move(request.max_tokens_field)),
       request_id_(std::move(request_id)),
+      trace_(request.requests.front().trace),
       waker_(std::move(waker)),
       cancelled_(std::make_shared<std::atomic<bool>>(false)),
       writer_(MakeWriter(std::move(header), reply_, request.requests.size())) {
@@ -175,7 +176,8 @@ void GenerationJob::StartStream(HttpWriter& writer) {
   if (writer.started()) return;
   HttpResponse head;
   head.content_type = "text/event-stream";
-  head.headers = {{"Cache-Control", "no-cache"}, {"X-Accel-Buffering", "no"}, {"x-request-id", request_id_}};
+  head.headers = {{"Cache-Control", "no-cache"}, {"X-Accel-Buffering", "no"}};
+  AddIdHeaders(head);
   writer.StartStream(std::move(head));
 }
 
@@ -208,7 +210,7 @@ void GenerationJob::Finish(HttpWriter& writer) {
       return writer.Finish();
     }
     HttpResponse response = ErrorResponse(error);
-    response.headers.emplace_back("x-request-id", request_id_);
+    AddIdHeaders(response);
     return writer.Respond(std::move(response));
   }
   Log(200);
@@ -219,18 +221,36 @@ void GenerationJob::Finish(HttpWriter& writer) {
     return writer.Finish();
   }
   HttpResponse response;
-  response.headers.emplace_back("x-request-id", request_id_);
+  AddIdHeaders(response);
   writer_->OnEnd(&response.body);
   writer.Respond(std::move(response));
 }
 
+void GenerationJob::AddIdHeaders(HttpResponse& response) const {
+  response.headers.emplace_back("x-request-id", request_id_);
+  if (trace_.active()) response.headers.emplace_back("traceparent", trace_.Header());
+}
+
+RequestUsage GenerationJob::UsageSoFar() const {
+  RequestUsage sum = usage_;
+  for (const Prompt& prompt : prompts_) {
+    if (prompt.stream == nullptr || prompt.finished) continue;
+    const RequestUsage usage = prompt.stream->UsageSoFar();
+    sum.prompt_tokens += usage.prompt_tokens;
+    sum.cached_tokens += usage.cached_tokens;
+    sum.completion_tokens += usage.completion_tokens;
+  }
+  return sum;
+}
+
 void GenerationJob::Log(int status) const {
+  const RequestUsage usage = UsageSoFar();
   spdlog::info(
       "http request={} route={} status={} stream={} prompt_tokens={} cached_tokens={} completion_tokens={} "
-      "seconds={:.3f}",
+      "seconds={:.3f}{}",
       request_id_, reply_.route == OpenAiRoute::kChat ? "chat" : "completions", status, reply_.stream,
-      usage_.prompt_tokens, usage_.cached_tokens, usage_.completion_tokens,
-      std::chrono::duration<double>(Clock::now() - arrival_).count());
+      usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens,
+      std::chrono::duration<double>(Clock::now() - arrival_).count(), trace_.LogField());
 }
 
 }  // namespace k3

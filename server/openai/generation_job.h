@@ -56,11 +56,14 @@ class GenerationJob final : public HttpJob, public std::enable_shared_from_this<
   void Finish(HttpWriter& writer);
   void CancelAll();
   void Log(int status) const;
+  RequestUsage UsageSoFar() const;
+  void AddIdHeaders(HttpResponse& response) const;
 
   GenerationService* const service_;
   const OpenAiReplyOptions reply_;
   const std::string max_tokens_field_;
   const std::string request_id_;
+  const TraceContext trace_;
   const HttpWaker waker_;
   const GenerationService::CancelFlag cancelled_;
   const Clock::time_point arrival_ = Clock::now();
@@ -74,7 +77,7 @@ class GenerationJob final : public HttpJob, public std::enable_shared_from_this<
   bool hold_starts_ = false;  // the queue is full: wait for one of ours to finish
   bool accepted_ = false;     // a prompt has left the queue
   bool eager_ = false;
-  RequestUsage usage_;  // for the log
+  RequestUsage usage_;  // of prompts that have ended, for the log
   std::string out_;     // body text that waits
   absl::Status failure_;
   size_t failed_prompt_ = 0;

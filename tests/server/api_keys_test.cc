@@ -40,5 +40,26 @@ TEST(ApiKeysTest, AFileWithoutKeysIsAnError) {
   EXPECT_EQ(ApiKeys::Load("/nowhere/keys").status().code(), absl::StatusCode::kInvalidArgument);
 }
 
+TEST(ApiKeysTest, AReloadHoldsForAllCopiesAndABadFileChangesNothing) {
+  auto keys = ApiKeys::Load(Write("old\nkept\n"));
+  ASSERT_TRUE(keys.ok());
+  const ApiKeys copy = *keys;
+  uint64_t before = 0;
+  uint64_t after = 0;
+  ASSERT_TRUE(copy.Check("Bearer kept", &before).ok());
+  Write("new\nkept\n");
+  ASSERT_TRUE(keys->Reload().ok());
+  EXPECT_TRUE(copy.Check("Bearer new").ok());
+  EXPECT_FALSE(copy.Check("Bearer old").ok());
+  ASSERT_TRUE(copy.Check("Bearer kept", &after).ok());
+  EXPECT_EQ(before, after);
+  EXPECT_NE(before, 0u);
+  ASSERT_TRUE(copy.Check("Bearer new", &after).ok());
+  EXPECT_NE(before, after);
+  Write("# nothing\n");
+  EXPECT_FALSE(keys->Reload().ok());
+  EXPECT_TRUE(copy.Check("Bearer new").ok());
+}
+
 }  // namespace
 }  // namespace k3

@@ -261,5 +261,56 @@ TEST_F(GenerationServiceTest, DetokenizesWithAndWithoutControlTokens) {
   EXPECT_EQ(FieldOf(service.generation.Detokenize("", {4096}, false).status()), "token_ids[0]");
 }
 
+TEST_F(GenerationServiceTest, OneKeyCannotTakeAllStreams) {
+  MockService::Options options;
+  options.engine.manual = true;
+  options.service.max_streams_per_key = 2;
+  MockService service(options);
+  const auto start = [&](uint64_t caller) {
+    GenerationRequest request = Tokens(3);
+    request.stopping.max_new_tokens = 1;
+    request.caller = caller;
+    return Start(service, std::move(request));
+  };
+  auto first = start(7);
+  auto second = start(7);
+  ASSERT_TRUE(first.ok() && second.ok());
+  const absl::Status refused = start(7).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(DetailsOf(refused).reason, "too_many_streams");
+  EXPECT_TRUE(DetailsOf(refused).retry_after.has_value());
+  auto other = start(8);
+  EXPECT_TRUE(other.ok());
+  for (int i = 0; i < 5; ++i) EXPECT_TRUE(start(0).ok()) << "without keys there is nobody to count for";
+  for (int i = 0; i < 3; ++i) service.engine.Step();
+  Finish(**first);
+  EXPECT_TRUE(start(7).ok());
+  EXPECT_FALSE(start(7).ok());
+}
+
+TEST_F(GenerationServiceTest, NobodyWaitsLongerThanTheQueueTimeout) {
+  MockService::Options options;
+  options.engine.manual = true;
+  options.engine.limits.max_num_seqs = 1;
+  options.service.queue_timeout = std::chrono::milliseconds(50);
+  MockService service(options);
+  auto running = Start(service, Tokens(3));
+  auto waiting = Start(service, Tokens(3));
+  ASSERT_TRUE(running.ok() && waiting.ok());
+  service.engine.Step();
+  service.generation.EndOverdue();
+  EXPECT_FALSE((*waiting)->HasLeftQueue());
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  service.generation.EndOverdue();
+  const FinishedEvent end = std::get<FinishedEvent>(Finish(**waiting).back());
+  EXPECT_EQ(end.status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(DetailsOf(end.status).reason, "queue_timeout");
+  (*running)->Drain();
+  for (StreamEvent event; (*running)->Next(&event);) EXPECT_FALSE(std::holds_alternative<FinishedEvent>(event));
+  service.engine.Step();
+  EXPECT_EQ(service.engine.Load().waiting, 0);
+  EXPECT_EQ(service.engine.Load().running, 1);
+}
+
 }  // namespace
 }  // namespace k3

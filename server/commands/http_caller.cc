@@ -1,0 +1,163 @@
+#include "server/commands/http_caller.h"
+
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <memory>
+#include <system_error>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+
+namespace k3 {
+namespace {
+
+absl::Status SocketError(const std::string& what) {
+  return absl::UnavailableError(absl::StrCat(what, ": ", std::generic_category().message(errno)));
+}
+
+class Connection {
+ public:
+  ~Connection() {
+    if (fd_ >= 0) close(fd_);
+  }
+
+  absl::Status Open(const HttpUrl& url, std::chrono::seconds timeout) {
+    addrinfo hints{};
+    hints.ai_socktype = SOCK_STREAM;
+    addrinfo* found = nullptr;
+    if (const int error = getaddrinfo(url.host.c_str(), url.port.c_str(), &hints, &found); error != 0) {
+      return absl::UnavailableError(absl::StrCat(url.host, ": ", gai_strerror(error)));
+    }
+    const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> addresses(found, &freeaddrinfo);
+    fd_ = socket(found->ai_family, found->ai_socktype | SOCK_CLOEXEC, 0);
+    const timeval limit{timeout.count(), 0};
+    setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
+    setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+    if (connect(fd_, found->ai_addr, found->ai_addrlen) != 0) return SocketError("connect to " + url.authority());
+    return absl::OkStatus();
+  }
+
+  absl::Status Send(std::string_view text) {
+    while (!text.empty()) {
+      const ssize_t n = send(fd_, text.data(), text.size(), MSG_NOSIGNAL);
+      if (n <= 0) return SocketError("send");
+      text.remove_prefix(static_cast<size_t>(n));
+    }
+    return absl::OkStatus();
+  }
+
+  // Appends what comes next; false at the end.
+  absl::StatusOr<bool> Receive(std::string* text) {
+    char buffer[16384];
+    const ssize_t n = recv(fd_, buffer, sizeof(buffer), 0);
+    if (n < 0) return SocketError("receive");
+    text->append(buffer, static_cast<size_t>(n));
+    return n > 0;
+  }
+
+ private:
+  int fd_ = -1;
+};
+
+std::string RequestText(const HttpUrl& url, const std::string& method, const std::string& path, const std::string& body,
+                        std::initializer_list<const HttpCaller::Headers*> headers) {
+  std::string text = absl::StrCat(method, " ", url.base, path, " HTTP/1.1\r\nHost: ", url.authority(),
+                                  "\r\nUser-Agent: k3serve-verify\r\nConnection: close\r\n");
+  for (const HttpCaller::Headers* list : headers) {
+    for (const auto& [name, value] : *list) absl::StrAppend(&text, name, ": ", value, "\r\n");
+  }
+  if (!body.empty()) {
+    absl::StrAppend(&text, "Content-Type: application/json\r\nContent-Length: ", body.size(), "\r\n");
+  }
+  return absl::StrCat(text, "\r\n", body);
+}
+
+absl::StatusOr<std::string> Unchunk(std::string_view text) {
+  std::string body;
+  while (true) {
+    const size_t line = text.find("\r\n");
+    uint64_t size = 0;
+    if (line == std::string_view::npos || !absl::SimpleHexAtoi(absl::string_view(text.data(), line), &size)) {
+      return absl::UnavailableError("the answer's chunks are cut off");
+    }
+    text.remove_prefix(line + 2);
+    if (size == 0) return body;
+    if (text.size() < size + 2) return absl::UnavailableError("the answer's last chunk is cut off");
+    body.append(text.substr(0, size));
+    text.remove_prefix(size + 2);
+  }
+}
+
+absl::StatusOr<HttpAnswer> ParseAnswer(const std::string& text) {
+  const size_t end = text.find("\r\n\r\n");
+  HttpAnswer answer;
+  if (end == std::string::npos || text.rfind("HTTP/1.1 ", 0) != 0 ||
+      !absl::SimpleAtoi(text.substr(9, 3), &answer.status)) {
+    return absl::UnavailableError("no HTTP/1.1 answer");
+  }
+  for (size_t at = text.find("\r\n") + 2; at < end;) {
+    const size_t line_end = text.find("\r\n", at);
+    const size_t colon = text.find(':', at);
+    if (colon < line_end) {
+      answer.headers.emplace_back(
+          absl::AsciiStrToLower(text.substr(at, colon - at)),
+          std::string(absl::StripAsciiWhitespace(text.substr(colon + 1, line_end - colon - 1))));
+    }
+    at = line_end + 2;
+  }
+  answer.body = text.substr(end + 4);
+  if (answer.Header("transfer-encoding") == "chunked") {
+    absl::StatusOr<std::string> body = Unchunk(answer.body);
+    if (!body.ok()) return body.status();
+    answer.body = *std::move(body);
+  }
+  uint64_t length = 0;
+  if (absl::SimpleAtoi(std::string(answer.Header("content-length")), &length) && length != answer.body.size()) {
+    return absl::UnavailableError(absl::StrCat("the answer has ", answer.body.size(), " bytes, not ", length));
+  }
+  return answer;
+}
+
+}  // namespace
+
+std::string_view HttpAnswer::Header(std::string_view name) const {
+  for (const auto& [key, value] : headers) {
+    if (key == name) return value;
+  }
+  return {};
+}
+
+absl::StatusOr<HttpAnswer> HttpCaller::Call(const std::string& method, const std::string& path, const std::string& body,
+                                            const Headers& headers) const {
+  Connection connection;
+  absl::Status status = connection.Open(url_, timeout_);
+  if (status.ok()) status = connection.Send(RequestText(url_, method, path, body, {&headers_, &headers}));
+  if (!status.ok()) return status;
+  std::string text;
+  while (true) {
+    const absl::StatusOr<bool> more = connection.Receive(&text);
+    if (!more.ok()) return more.status();
+    if (!*more) return ParseAnswer(text);
+  }
+}
+
+absl::Status HttpCaller::CallAndLeave(const std::string& method, const std::string& path, const std::string& body,
+                                      size_t bytes) const {
+  Connection connection;
+  absl::Status status = connection.Open(url_, timeout_);
+  if (status.ok()) status = connection.Send(RequestText(url_, method, path, body, {&headers_}));
+  if (!status.ok()) return status;
+  std::string text;
+  while (text.size() < bytes) {
+    const absl::StatusOr<bool> more = connection.Receive(&text);
+    if (!more.ok()) return more.status();
+    if (!*more) return absl::UnavailableError("the answer ended early");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace k3
