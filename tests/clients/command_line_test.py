@@ -1,5 +1,6 @@
 """The k3serve program as a shell sees it: exit codes, messages, help, generate, logs, signals. Standard library only."""
 
+import http.server
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import unittest
 
@@ -88,6 +90,68 @@ class StartAndStopTest(unittest.TestCase):
         refused = run("generate", "x", "--top-p", "0", "--target", server.grpc)
         self.assertEqual(refused.returncode, 1)
         self.assertIn("spec.sampling.top_p" if "spec" in refused.stderr else "sampling.top_p", refused.stderr)
+        self.assertEqual(server.stop(), 0)
+
+    def test_verify_replays_the_contract(self):
+        server = self.start()
+        result = run("verify", "--server", server.url, "--target", server.grpc)
+        lines = [json.loads(line) for line in result.stdout.splitlines()]
+        self.assertEqual(result.returncode, 0, result.stdout)
+        self.assertEqual(lines[-1], {"passed": True, "checks": len(lines) - 1, "failed": 0})
+        self.assertGreater(len(lines), 25)
+        self.assertEqual(server.stop(), 0)
+        # Nobody there, and somebody who says the same to everything.
+        gone = run("verify", "--server", server.url, "--target", server.grpc)
+        self.assertEqual(gone.returncode, 1)
+        self.assertEqual(json.loads(gone.stdout.splitlines()[-1])["failed"], len(lines) - 1)
+
+        class Nonsense(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                self.send_response(200)
+                self.send_header("content-length", "30")
+                self.end_headers()
+                self.wfile.write(b'{"object": "list", "data": []}')
+
+            do_POST = do_GET
+
+            def log_message(self, *_):
+                pass
+
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nonsense) as nonsense:
+            threading.Thread(target=nonsense.serve_forever, daemon=True).start()
+            result = run("verify", "--server", "http://127.0.0.1:%d" % nonsense.server_port)
+            nonsense.shutdown()
+        self.assertEqual(result.returncode, 1)
+        report = {line.get("check"): line for line in map(json.loads, result.stdout.splitlines())}
+        self.assertTrue(report["http.health"]["passed"])
+        for name in ("http.models", "http.unknown", "http.chat", "http.chat.stream", "http.chat.refusals"):
+            self.assertFalse(report[name]["passed"], name)
+            self.assertTrue(report[name]["detail"])
+        for args in (["verify", "--server", "ftp://x"], ["verify", MODEL, "--server", server.url]):
+            self.assertEqual(run(*args).returncode, 2, args)
+
+    def test_kill_and_restart_on_the_same_ports(self):
+        def shared_memory():
+            return sorted(os.listdir("/dev/shm"))
+
+        server = self.start()
+        flags = ["--port", server.http.split(":")[1], "--grpc-port", server.grpc.split(":")[1]]
+        before = shared_memory()
+        for _ in range(3):
+            process = subprocess.Popen([BINARY, "generate", "hi", "--target", server.grpc, "--max-tokens", "5000",
+                                        "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            process.stdout.read(1)  # it streams
+            server.process.kill()
+            server.process.wait()
+            server.process.stdout.close()
+            self.assertNotEqual(process.wait(timeout=20), 0)
+            process.stdout.close()
+            server = RunningServer(BINARY, MODEL, *flags)
+            self.addCleanup(lambda left=server: left.process.poll() is None and left.process.kill())
+            self.assertEqual(run("generate", "hi", "--target", server.grpc, "--max-tokens", "3").returncode, 0)
+        self.assertEqual(shared_memory(), before)
         self.assertEqual(server.stop(), 0)
 
     def test_json_log(self):

@@ -17,8 +17,9 @@ class RunningServer:
 
     def __init__(self, binary, model, *flags):
         self.log = tempfile.TemporaryFile()
+        ports = [] if "--port" in flags else ["--port", "0", "--grpc-port", "0"]
         self.process = subprocess.Popen(
-            [binary, "serve", model, "--device", "cpu", "--port", "0", "--grpc-port", "0", *flags],
+            [binary, "serve", model, "--device", "cpu", *ports, *flags],
             stdout=subprocess.PIPE, stderr=self.log, text=True)
         line = self.process.stdout.readline()
         match = re.match(r"k3serve ready http=(\S+) grpc=(\S+) admin=\S+ model=(\S+)", line)
