@@ -203,13 +203,15 @@ def pod_templates(documents):
 
 
 def check_kubernetes(documents):
-    documents = {n: d for n, d in documents.items() if n.startswith("docker/kubernetes/")}
+    documents = {n: d for n, d in documents.items() if n.startswith(("docker/kubernetes", "docker/envoy/"))
+                 and n != "docker/envoy/envoy.yaml"}
     for name, objects in documents.items():
         for item in objects:
             for key in ("apiVersion", "kind"):
                 if not isinstance(item, dict) or key not in item:
                     fault(name, f"an object lacks {key}")
     maps = {o["metadata"]["name"] for d in documents.values() for o in d if o.get("kind") == "ConfigMap"}
+    maps |= {g["name"] for d in documents.values() for o in d for g in o.get("configMapGenerator", [])}
     pods = list(pod_templates(documents))
     port_names = {}
     for where, labels, spec in pods:
@@ -229,12 +231,15 @@ def check_kubernetes(documents):
             port_names.setdefault(labels.get("app.kubernetes.io/name"), {}).update(ports)
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 http = container.get(probe, {}).get("httpGet")
-                if ports and not http:
+                if ports and not container.get(probe):
                     fault(where, f"container {container['name']} has no {probe}")
                 elif http and http["port"] not in ports:
                     fault(where, f"{probe} asks the unknown port {http['port']}")
                 elif http and not http["path"].startswith("/health/"):
                     fault(where, f"{probe} asks {http['path']}, which is no health route")
+                other = container.get(probe, {}).get("grpc") or container.get(probe, {}).get("tcpSocket")
+                if other and other["port"] not in [*ports, *ports.values()]:
+                    fault(where, f"{probe} asks the unknown port {other['port']}")
             mounts = {m["name"] for m in container.get("volumeMounts", [])}
             for missing in mounts - volumes:
                 fault(where, f"mounts {missing}, which is no volume")
@@ -256,9 +261,39 @@ def check_kubernetes(documents):
                     if endpoint["port"] not in ports:
                         fault(name, f"scrapes {endpoint['port']}, which no pod has")
             if kind == "Kustomization":
-                for resource in item["resources"]:
-                    if not (DOCKER / "kubernetes" / resource).exists():
+                files = [f for g in item.get("configMapGenerator", []) for f in g["files"]]
+                for resource in item["resources"] + files:
+                    if not (ROOT / name).parent.joinpath(resource).exists():
                         fault(name, f"{resource} does not exist")
+            if kind == "InferencePool":
+                ports = port_names.get(spec["selector"]["matchLabels"].get("app.kubernetes.io/name"), {})
+                for port in spec["targetPorts"]:
+                    if port["number"] not in ports.values():
+                        fault(name, f"targets port {port['number']}, which no pod has")
+
+
+def check_envoy(documents):
+    """The clusters name a service and ports that exist, routes name clusters, every health check runs each second."""
+    services = {(o["metadata"]["name"], p["port"]) for d in documents.values() for o in d
+                if isinstance(o, dict) and o.get("kind") == "Service" for p in o["spec"]["ports"]}
+    resources = documents["docker/envoy/envoy.yaml"][0]["static_resources"]
+    clusters = {c["name"] for c in resources["clusters"]}
+    for cluster in resources["clusters"]:
+        where = f"docker/envoy/envoy.yaml: {cluster['name']}"
+        for group in cluster["load_assignment"]["endpoints"]:
+            for item in group["lb_endpoints"]:
+                address = item["endpoint"]["address"]["socket_address"]
+                if (address["address"], address["port_value"]) not in services:
+                    fault(where, f"no service {address['address']} has port {address['port_value']}")
+        for check in cluster.get("health_checks", [{}]):
+            if check.get("no_traffic_interval") != check.get("interval") or not check:
+                fault(where, "needs a health check that runs as often without traffic")
+    for listener in resources["listeners"]:
+        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        for host in manager["route_config"]["virtual_hosts"]:
+            for route in host["routes"]:
+                if route["route"]["cluster"] not in clusters:
+                    fault("docker/envoy/envoy.yaml", f"routes to the unknown cluster {route['route']['cluster']}")
 
 
 def main():
@@ -270,6 +305,7 @@ def main():
     else:
         fault("docker/compose.yaml", "is missing")
     check_kubernetes(documents)
+    check_envoy(documents)
     for line in faults:
         print(line)
     print(f"check_deploy: {len(documents) + 1} files, {len(faults)} faults")

@@ -78,6 +78,19 @@ TEST(DeployFilesTest, DashboardPanelsDoNotOverlap) {
   }
 }
 
+TEST(DeployFilesTest, TheEndpointPickerAsksForMetricsThatExist) {
+  const std::string picker = ReadFile(testing::SourcePath("docker/kubernetes-gateway/endpoint-picker.yaml"));
+  const std::set<std::string> offered = OfferedSamples();
+  const std::regex argument("--[a-z-]+-metric=([^\n]*)");
+  int asked = 0;
+  for (auto it = std::sregex_iterator(picker.begin(), picker.end(), argument); it != std::sregex_iterator(); ++it) {
+    if ((*it)[1].length() == 0) continue;
+    ++asked;
+    EXPECT_EQ(offered.count((*it)[1]), 1u) << it->str();
+  }
+  EXPECT_EQ(asked, 4);
+}
+
 TEST(DeployFilesTest, EveryShippedConfigurationIsAccepted) {
   int files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(testing::SourcePath("configs/server"))) {
@@ -87,6 +100,23 @@ TEST(DeployFilesTest, EveryShippedConfigurationIsAccepted) {
     EXPECT_TRUE(parsed.ok()) << entry.path() << ": " << parsed.status();
   }
   EXPECT_GE(files, 3);
+}
+
+TEST(DeployFilesTest, MultiNodeArgumentsAreAccepted) {
+  const std::string text = ReadFile(testing::SourcePath("docker/kubernetes-multi-node/leaderworkerset.yaml"));
+  const std::regex argument("\n +- (--[^\n]+)");
+  for (const size_t begin : {text.find("leaderTemplate:"), text.find("workerTemplate:")}) {
+    ASSERT_NE(begin, std::string::npos);
+    const std::string part = text.substr(begin, text.find("volumeMounts:", begin) - begin);
+    std::vector<std::string> args = {"/model"};
+    for (auto it = std::sregex_iterator(part.begin(), part.end(), argument); it != std::sregex_iterator(); ++it) {
+      args.push_back((*it)[1]);
+    }
+    const auto parsed = ParseServerCommandLine(args, NoEnvironment);
+    ASSERT_TRUE(parsed.ok()) << parsed.status();
+    EXPECT_EQ(parsed->config.tensor_parallel_size, 8);
+    EXPECT_EQ(parsed->config.data_parallel_size, 2);
+  }
 }
 
 TEST(DeployFilesTest, KubernetesArgumentsAndConfigMapAreAccepted) {
