@@ -4,7 +4,7 @@ work: each base image is a debootstrap root, COPY copies, RUN runs there in a ch
 image's user in a root that is mounted read-only, waits for the health check, stops it with the stop signal, and adds up
 the bytes of the layers. Needs root, debootstrap and a Debian mirror (the machine's own).
 
-  scripts/check_dockerfile.py --target cpu --root /var/tmp/k3-image [--keep]
+  scripts/check_dockerfile.py --target cpu --root /var/tmp/k3-image [--keep] [--ccache ~/.cache/ccache]
 """
 
 import argparse
@@ -69,8 +69,9 @@ def size(path):
 
 
 class Builder:
-    def __init__(self, folder):
+    def __init__(self, folder, ccache):
         self.folder = folder
+        self.ccache = ccache
         self.stages, self.arguments = stages()
         self.roots = {}
         self.layers = []
@@ -172,8 +173,13 @@ class Builder:
                 shutil.copy(f"/etc/{name}", f"{root}/etc/{name}")
         # The machine's own way to the mirror, so that apt inside reaches what debootstrap reached.
         inside = f"cd {shlex.quote(image['workdir'])} && {command}"
-        script = (f"mount -t proc proc {root}/proc && mount --bind /dev {root}/dev && "
-                  f"exec chroot {root} /usr/bin/env -i {' '.join(shlex.quote(f'{k}={v}') for k, v in image['env'].items())} "
+        environment = dict(image["env"])
+        bind = ""
+        if self.ccache:
+            environment |= {"CCACHE_DIR": "/mnt", "CCACHE_BASEDIR": image["workdir"], "CCACHE_NOHASHDIR": "1"}
+            bind = f"mount --bind {self.ccache} {root}/mnt && "
+        script = (f"{bind}mount -t proc proc {root}/proc && mount --bind /dev {root}/dev && "
+                  f"exec chroot {root} /usr/bin/env -i {' '.join(shlex.quote(f'{k}={v}') for k, v in environment.items())} "
                   f"HOME=/root /bin/sh -c {shlex.quote(inside)}")
         begin = time.monotonic()
         subprocess.run(["unshare", "--mount", "--propagation", "private", "sh", "-c", script], check=True)
@@ -216,12 +222,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="cpu")
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path("/var/tmp/k3serve-image"))
+    parser.add_argument("--ccache", type=pathlib.Path, help="this machine's compiler cache, to build faster")
     parser.add_argument("--keep", action="store_true", help="leave the roots there")
     args = parser.parse_args()
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         sys.exit("check_dockerfile: needs root and debootstrap")
     args.root.mkdir(parents=True, exist_ok=True)
-    image = Builder(args.root).build(args.target)
+    image = Builder(args.root, args.ccache).build(args.target)
     start_and_stop(image)
     total = 0
     for what, bytes_ in image["layers"]:

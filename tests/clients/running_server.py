@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -15,18 +16,23 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 class RunningServer:
     """One server process; its addresses come from its ready line."""
 
-    def __init__(self, binary, model, *flags):
-        self.log = tempfile.TemporaryFile()
+    def __init__(self, binary, model, *flags, log=None, env=None, limits=None):
+        """`log` takes stderr instead of a file of its own; `limits` are resource limits of the process."""
+        self.log = log or tempfile.TemporaryFile()
         ports = [] if "--port" in flags else ["--port", "0", "--grpc-port", "0"]
         self.process = subprocess.Popen(
             [binary, "serve", model, "--device", "cpu", *ports, *flags],
-            stdout=subprocess.PIPE, stderr=self.log, text=True)
+            stdout=subprocess.PIPE, stderr=self.log, text=True, env={**os.environ, **(env or {})},
+            preexec_fn=lambda: [resource.setrlimit(what, limit) for what, limit in (limits or {}).items()])
         line = self.process.stdout.readline()
         match = re.match(r"k3serve ready http=(\S+) grpc=(\S+) admin=\S+ model=(\S+)", line)
         if not match:
             self.process.kill()
-            self.log.seek(0)
-            raise RuntimeError("no ready line but %r\n%s" % (line, self.log.read().decode()))
+            text = ""
+            if log is None:
+                self.log.seek(0)
+                text = self.log.read().decode()
+            raise RuntimeError("no ready line but %r\n%s" % (line, text))
         self.http, self.grpc, self.model = match.groups()
         self.url = "http://" + self.http
 
