@@ -210,6 +210,7 @@ bool Engine::ServeInbox(bool planned) {
     // Accepted just before the failure became known.
     scheduler_.FailAll(absl::InternalError("the engine has failed"), Clock::now());
   } else if (stopping || cut_off) {
+    AbandonFlights();
     scheduler_.FailAll(absl::UnavailableError("the engine is shutting down"), Clock::now());
   }
   if (changed || stopping || cut_off) PublishLoad();
@@ -218,6 +219,7 @@ bool Engine::ServeInbox(bool planned) {
 
 void Engine::Fail(const absl::Status& status) {
   failed_ = true;
+  finished_ = started_;  // whatever is still in flight is lost
   spdlog::error("engine: step failed, the device is lost: {}", status.ToString());
   {
     std::lock_guard lock(mutex_);
@@ -227,47 +229,77 @@ void Engine::Fail(const absl::Status& status) {
   PublishLoad();
 }
 
-bool Engine::Step() {
-  if (failed_) return false;
-  const Clock::time_point start = Clock::now();
-  if (!scheduler_.PlanStep(start, &plan_)) return false;
-  PublishLoad();  // who was admitted shows at once, however long the step takes
-  StepStats stats = CountTokens(plan_);
-  const Clock::time_point run = Clock::now();
-  absl::Status status;
+template <typename Call>
+absl::Status Engine::Guarded(const char* what, Call&& call) {
   try {
-    status = runner_.Run(plan_, &result_);
+    return call();
   } catch (const std::exception& error) {
-    status = absl::InternalError(absl::StrCat("the step runner threw: ", error.what()));
+    return absl::InternalError(absl::StrCat(what, " threw: ", error.what()));
   } catch (...) {
-    status = absl::InternalError("the step runner threw");
+    return absl::InternalError(absl::StrCat(what, " threw"));
   }
-  if (!status.ok()) {
-    Fail(status);
-    return true;
-  }
+}
+
+bool Engine::StartStep() {
+  Flight& flight = flights_[started_ % kFlights];
+  flight.start = Clock::now();
+  if (!scheduler_.PlanStep(flight.start, &flight.plan)) return false;
+  PublishLoad();  // who was admitted shows at once, however long the step takes
+  flight.stats = CountTokens(flight.plan);
+  flight.run = Clock::now();
+  ++started_;
+  const absl::Status status = Guarded("the step runner", [&] { return runner_.Submit(flight.plan); });
+  if (!status.ok()) Fail(status);
+  return true;
+}
+
+void Engine::FinishStep() {
+  Flight& flight = flights_[finished_ % kFlights];
+  const absl::Status status = Guarded("the step runner", [&] { return runner_.Wait(&result_); });
+  if (!status.ok()) return Fail(status);
   const Clock::time_point ran = Clock::now();
-  scheduler_.CommitStep(plan_, result_, ran);
+  ++finished_;
+  scheduler_.CommitStep(flight.plan, result_, ran);
   if (scheduler_.TakeScrub(&scrub_)) {
-    try {
+    const absl::Status scrubbed = Guarded("scrubbing", [&] {
       for (size_t rank = 0; rank < scrub_.size(); ++rank) {
         if (!scrub_[rank].empty()) runner_.Scrub(static_cast<int32_t>(rank), scrub_[rank].pages, scrub_[rank].slots);
       }
-    } catch (const std::exception& error) {
-      Fail(absl::InternalError(absl::StrCat("scrubbing failed: ", error.what())));
-      return true;
-    }
+      return absl::OkStatus();
+    });
+    if (!scrubbed.ok()) return Fail(scrubbed);
   }
   const Clock::time_point end = Clock::now();
-  stats.run_seconds = Seconds(ran - run);
-  stats.seconds = Seconds(end - start);
-  if (observer_ != nullptr) observer_->OnStep(stats);
+  // Steps that overlap share the time: each counts from the end of the one before.
+  flight.stats.run_seconds = Seconds(ran - std::max(flight.run, last_ran_));
+  flight.stats.seconds = Seconds(end - std::max(flight.start, last_end_));
+  last_ran_ = ran;
+  last_end_ = end;
+  if (observer_ != nullptr) observer_->OnStep(flight.stats);
   PublishLoad();
-  {
-    std::lock_guard lock(mutex_);
-    progress_at_ = end;
-    estimator_.OnStep(stats, scheduler_.backlog(), load_, end);
+  std::lock_guard lock(mutex_);
+  progress_at_ = end;
+  estimator_.OnStep(flight.stats, scheduler_.backlog(), load_, end);
+}
+
+void Engine::AbandonFlights() {
+  for (; finished_ < started_; ++finished_) {
+    const absl::Status status = Guarded("the step runner", [&] { return runner_.Wait(&result_); });
+    if (!status.ok()) return Fail(status);
   }
+}
+
+bool Engine::Step() {
+  if (failed_) return false;
+  const uint64_t room = static_cast<uint64_t>(std::clamp<int>(runner_.max_in_flight(), 1, kFlights));
+  const auto may_start = [&] {
+    return started_ == finished_ || (started_ - finished_ < room && scheduler_.CanPlanAhead());
+  };
+  const bool started = may_start() && StartStep();
+  if (failed_) return true;
+  if (started_ == finished_) return false;
+  // The inbox is served before the next step is planned; with room for it nothing is waited for yet.
+  if (!(started && may_start())) FinishStep();
   return true;
 }
 

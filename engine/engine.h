@@ -57,8 +57,18 @@ class Engine final : public EngineInterface {
   // Applies what is in the inbox, waiting for something to do first. False when the engine is to stop.
   bool ServeInbox(bool planned);
   void Apply(Command& command);
-  // Plans, runs and commits one step. False when there was nothing to run.
+  // Plans and starts a step where that is possible, else waits for the oldest one and commits it. False when there was
+  // nothing to do.
   bool Step();
+  // Plans a step and hands it to the runner. False when there was nothing to run.
+  bool StartStep();
+  // Waits for the oldest step in flight and commits it.
+  void FinishStep();
+  // Waits for the steps in flight and forgets their results.
+  void AbandonFlights();
+  // What `call` returns, or why it threw.
+  template <typename Call>
+  static absl::Status Guarded(const char* what, Call&& call);
   void Fail(const absl::Status& status);
   void PublishLoad();
   absl::Status Refuse(absl::Status status, double retry_after_seconds) const;
@@ -87,7 +97,19 @@ class Engine final : public EngineInterface {
   // The engine thread's own.
   bool failed_ = false;  // the runner cannot run another step
   Scheduler scheduler_;
-  StepPlan plan_;
+  // A step from planning to commit.
+  struct Flight {
+    StepPlan plan;
+    StepStats stats;
+    Clock::time_point start;  // of planning
+    Clock::time_point run;    // it was handed to the runner
+  };
+  static constexpr uint64_t kFlights = 2;
+  Flight flights_[kFlights];  // step n in place n % kFlights
+  uint64_t started_ = 0;
+  uint64_t finished_ = 0;
+  Clock::time_point last_ran_;  // end of the newest step's run and of its commit
+  Clock::time_point last_end_;
   StepResult result_;
   std::vector<Command> commands_;
   std::vector<Scheduler::Scrub> scrub_;

@@ -1,6 +1,7 @@
 #include "engine/executor.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
@@ -9,71 +10,20 @@
 namespace k3 {
 namespace {
 
-size_t Aligned(size_t bytes) { return (bytes + 15) / 16 * 16; }
+// Log-probabilities a row for which a decode step of fixed size has room.
+constexpr size_t kDecodeTop = 20;
+// Room in the block of a decode step for logit edits and masks; steps with more are not padded.
+constexpr size_t kDecodeExtraBytes = size_t{4} << 20;
 
-// Lays arrays one behind the other in a staging buffer. First pass without memory: counts; second pass: copies and
-// yields device addresses.
-class InputPacker {
- public:
-  InputPacker(void* host, void* device) : host_(static_cast<char*>(host)), device_(static_cast<char*>(device)) {}
-
-  template <typename T>
-  const T* Put(const std::vector<T>& values) {
-    const size_t bytes = values.size() * sizeof(T);
-    const size_t at = used_;
-    used_ += Aligned(bytes);
-    if (host_ == nullptr || bytes == 0) return nullptr;
-    std::memcpy(host_ + at, values.data(), bytes);
-    return reinterpret_cast<const T*>(device_ + at);
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* host_;
-  char* device_;
-  size_t used_ = 0;
-};
-
-struct DeviceInputs {
-  SequenceBatch batch;
-  const int32_t* tokens = nullptr;
-  const int32_t* logits_row = nullptr;
-  const SampleRow* sample_rows = nullptr;
-  const LogitEdit* logit_edits = nullptr;
-  const uint32_t* allowed_mask = nullptr;
-};
-
-DeviceInputs Pack(const RankPlan& plan, const std::vector<int32_t>& snapshot_rows,
-                  const std::vector<int32_t>& snapshot_slots, InputPacker& packer) {
-  DeviceInputs in;
-  in.tokens = packer.Put(plan.tokens);
-  in.batch.num_tokens = plan.num_tokens();
-  in.batch.num_sequences = plan.num_sequences();
-  in.batch.token_begin = packer.Put(plan.token_begin);
-  in.batch.context = packer.Put(plan.context);
-  in.batch.state_slot = packer.Put(plan.state_slot);
-  in.batch.page_table = packer.Put(plan.page_table);
-  in.batch.page_table_stride = plan.page_table_stride;
-  in.batch.sequence_of_token = packer.Put(plan.sequence_of_token);
-  in.batch.position = packer.Put(plan.position);
-  in.batch.num_snapshots = static_cast<int32_t>(plan.snapshots.size());
-  in.batch.snapshot_row = packer.Put(snapshot_rows);
-  in.batch.snapshot_slot = packer.Put(snapshot_slots);
-  in.batch.host_token_begin = plan.token_begin.data();
-  in.batch.host_context = plan.context.data();
-  in.logits_row = packer.Put(plan.logits_row);
-  in.sample_rows = packer.Put(plan.sample_rows);
-  in.logit_edits = packer.Put(plan.logit_edits);
-  in.allowed_mask = packer.Put(plan.allowed_mask);
-  return in;
-}
+// Output arrays one behind the other: token, status, logprob, top ids, top log-probabilities.
+size_t OutputBytes(size_t rows, size_t top) { return rows * (12 + 8 * top); }
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Executor>> Executor::Create(const Model& model, Ops& ops, const StepBounds& bounds,
-                                                           const CacheGeometry& geometry) {
+                                                           const CacheGeometry& geometry, ExecutorOptions options) {
   try {
-    return std::unique_ptr<Executor>(new Executor(model, ops, bounds, geometry));
+    return std::unique_ptr<Executor>(new Executor(model, ops, bounds, geometry, std::move(options)));
   } catch (const DeviceError& error) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "no memory for workspace (", Workspace::Bytes(model.config(), bounds, ops), " bytes), ", geometry.pages,
@@ -82,44 +32,139 @@ absl::StatusOr<std::unique_ptr<Executor>> Executor::Create(const Model& model, O
   }
 }
 
-Executor::Executor(const Model& model, Ops& ops, const StepBounds& bounds, const CacheGeometry& geometry)
-    : model_(model), ops_(ops), workspace_(model.config(), bounds, ops), cache_(model.config(), geometry, ops) {
-  const int64_t pages_per_sequence = (bounds.context + geometry.page_size - 1) / geometry.page_size;
-  Reserve(input_, static_cast<size_t>(bounds.tokens * 12 + bounds.sequences * (pages_per_sequence * 4 + 256)) + 65536);
-  Reserve(output_, static_cast<size_t>(bounds.logits_rows) * 16 + 4096);
+std::vector<int32_t> Executor::DecodeSizes(int64_t most_sequences) {
+  std::vector<int32_t> sizes;
+  for (int64_t size = 1; size < most_sequences;) {
+    sizes.push_back(static_cast<int32_t>(size));
+    // Padding costs little: a few rows of products that read the same weights.
+    size += size < 4 ? 1 : size < 16 ? 4 : size < 64 ? 8 : size < 256 ? 32 : 128;
+  }
+  if (most_sequences > 0) sizes.push_back(static_cast<int32_t>(most_sequences));
+  return sizes;
+}
+
+Executor::Executor(const Model& model, Ops& ops, const StepBounds& bounds, const CacheGeometry& geometry,
+                   ExecutorOptions options)
+    : model_(model),
+      ops_(ops),
+      options_(std::move(options)),
+      workspace_(model.config(), bounds, ops),
+      cache_(model.config(), geometry, ops) {
+  table_stride_ = (bounds.context + geometry.page_size - 1) / geometry.page_size;
+  Reserve(input_, static_cast<size_t>(bounds.tokens * 12 + bounds.sequences * (table_stride_ * 4 + 256)) + 65536,
+          /*keep=*/false);
+  int32_t largest = 0;
+  for (int32_t size : options_.decode_sizes) {
+    if (size > std::min(bounds.sequences, bounds.tokens)) break;
+    decode_sizes_.push_back({PaddedInputs(size, vocab_size()), nullptr});
+    largest = size;
+  }
+  Reserve(output_,
+          std::max(OutputBytes(static_cast<size_t>(std::max(bounds.logits_rows, bounds.tokens)), 0),
+                   OutputBytes(static_cast<size_t>(largest), kDecodeTop)) +
+              4096,
+          /*keep=*/false);
+  if (largest > 0) {
+    const size_t table = static_cast<size_t>(largest) * static_cast<size_t>(table_stride_) * sizeof(int32_t);
+    Reserve(decode_input_, static_cast<size_t>(largest) * 256 + table + kDecodeExtraBytes, /*keep=*/false);
+    decode_table_ = static_cast<int32_t*>(ops_.Allocate(table));
+  }
+  for (int mark = 0; mark < kMarks; ++mark) {
+    begun_[mark] = ops_.MakeEvent();
+    ended_[mark] = ops_.MakeEvent();
+  }
 }
 
 Executor::~Executor() {
-  for (Staging* staging : {&input_, &output_}) {
-    if (staging->host != nullptr) ops_.FreeHost(staging->host);
-    if (staging->device != nullptr) ops_.Free(staging->device);
+  try {
+    ops_.Synchronize(ops_.stream());
+  } catch (const DeviceError&) {
+    // The device is lost; its memory goes with it.
+  }
+  for (Staging* staging : {&input_, &output_, &decode_input_}) Free(*staging);
+  if (decode_table_ != nullptr) ops_.Free(decode_table_);
+  for (int mark = 0; mark < kMarks; ++mark) {
+    ops_.FreeEvent(begun_[mark]);
+    ops_.FreeEvent(ended_[mark]);
   }
 }
 
-void Executor::Reserve(Staging& staging, size_t bytes) {
-  if (bytes <= staging.capacity) return;
-  const size_t capacity = std::max(bytes, staging.capacity * 2);
-  ops_.Synchronize(ops_.stream());
-  if (staging.host != nullptr) ops_.FreeHost(staging.host);
+void Executor::Free(Staging& staging) {
+  for (void*& host : staging.host) {
+    if (host != nullptr) ops_.FreeHost(host);
+    host = nullptr;
+  }
   if (staging.device != nullptr) ops_.Free(staging.device);
-  staging = {};
-  staging.host = ops_.AllocateHost(capacity);
-  staging.device = ops_.Allocate(capacity);
-  staging.capacity = capacity;
+  staging.device = nullptr;
 }
 
-absl::Status Executor::Run(const StepPlan& plan, StepResult* result) {
-  K3_CHECK(plan.ranks.size() == 1);
-  result->ranks.resize(1);
+void Executor::Reserve(Staging& staging, size_t bytes, bool keep) {
+  if (bytes <= staging.capacity) return;
+  Staging larger;
+  larger.capacity = std::max(bytes, staging.capacity * 2);
+  ops_.Synchronize(ops_.stream());
   try {
-    RunRank(plan.ranks[0], &result->ranks[0]);
+    for (void*& host : larger.host) host = ops_.AllocateHost(larger.capacity);
+    larger.device = ops_.Allocate(larger.capacity);
+    if (keep) {
+      // Results that were not fetched yet, and the tokens that the next step begins with.
+      for (int place = 0; place < kFlights; ++place) {
+        std::memcpy(larger.host[place], staging.host[place], staging.capacity);
+      }
+      ops_.CopyOnDevice(larger.device, staging.device, staging.capacity, ops_.stream());
+      ops_.Synchronize(ops_.stream());
+    }
+  } catch (...) {
+    Free(larger);
+    throw;
+  }
+  Free(staging);
+  staging = larger;
+}
+
+absl::Status Executor::Submit(const StepPlan& plan) {
+  K3_CHECK(plan.ranks.size() == 1);
+  K3_CHECK(submitted_ - waited_ < kFlights);
+  const int place = static_cast<int>(submitted_ % kFlights);
+  const size_t mark = submitted_ % kMarks;
+  try {
+    ops_.BeginRange("step");
+    ops_.RecordEvent(begun_[mark], ops_.stream());
+    SubmitRank(plan.ranks[0], place, &flights_[place]);
+    ops_.RecordEvent(ended_[mark], ops_.stream());
+    ops_.EndRange();
   } catch (const DeviceError& error) {
     return absl::InternalError(error.what());
   }
+  ++submitted_;
   return absl::OkStatus();
 }
 
-void Executor::RunRank(const RankPlan& plan, RankResult* result) {
+absl::Status Executor::Wait(StepResult* result) {
+  K3_CHECK(waited_ < submitted_);
+  const int place = static_cast<int>(waited_ % kFlights);
+  const size_t mark = waited_ % kMarks;
+  result->ranks.resize(1);
+  try {
+    ops_.WaitEvent(ended_[mark]);
+    times_.busy_ms += ops_.Milliseconds(begun_[mark], ended_[mark]);
+    if (waited_ > 0) times_.idle_ms += ops_.Milliseconds(ended_[(waited_ - 1) % kMarks], begun_[mark]);
+  } catch (const DeviceError& error) {
+    return absl::InternalError(error.what());
+  }
+  ++times_.steps;
+  ++waited_;
+  if (profiling() && options_.profile->EndStep() && options_.on_profile) options_.on_profile(*options_.profile);
+  Unpack(flights_[place], static_cast<const char*>(output_.host[place]), &result->ranks[0]);
+  return absl::OkStatus();
+}
+
+absl::Status Executor::Run(const StepPlan& plan, StepResult* result) {
+  if (absl::Status status = Submit(plan); !status.ok()) return status;
+  return Wait(result);
+}
+
+void Executor::SubmitRank(const RankPlan& plan, int place, Flight* flight) {
   const Stream stream = ops_.stream();
   for (StateSlot slot : plan.zero_slots) cache_.ZeroSlot(slot);
   for (const StateCopy& copy : plan.state_copies) cache_.CopySlot(copy.from, copy.to);
@@ -127,36 +172,62 @@ void Executor::RunRank(const RankPlan& plan, RankResult* result) {
 
   const size_t rows = plan.logits_row.size();
   const size_t top = static_cast<size_t>(plan.max_top_logprobs);
-  result->token.resize(rows);
-  result->status.resize(rows);
-  result->logprob.resize(rows);
-  result->top_ids.resize(rows * top);
-  result->top_logprobs.resize(rows * top);
-  if (plan.tokens.empty()) {
-    ops_.Synchronize(stream);
-    return;
-  }
+  *flight = {.rows = rows, .top = top, .out_rows = rows, .out_top = top};
+  if (plan.tokens.empty() || SubmitDecode(plan, place, flight)) return;
 
-  std::vector<int32_t> snapshot_rows, snapshot_slots;
-  for (const SnapshotPoint& point : plan.snapshots) {
-    snapshot_rows.push_back(point.row);
-    snapshot_slots.push_back(point.slot.value);
+  Reserve(input_, PackedBytes(plan), /*keep=*/false);
+  const DeviceInputs in = Pack(plan, input_.host[place], input_.device);
+  ops_.CopyToDevice(input_.device, input_.host[place], PackedBytes(plan), stream);
+  const bool unknown = std::any_of(plan.tokens.begin(), plan.tokens.end(), [](int32_t token) { return token < 0; });
+  if (unknown) {
+    ops_.BeginStep(
+        {.tokens = in.tokens, .num_tokens = in.batch.num_tokens, .drawn = static_cast<const int32_t*>(output_.device)},
+        stream);
   }
-  InputPacker measure(nullptr, nullptr);
-  Pack(plan, snapshot_rows, snapshot_slots, measure);
-  Reserve(input_, measure.used());
-  InputPacker packer(input_.host, input_.device);
-  const DeviceInputs in = Pack(plan, snapshot_rows, snapshot_slots, packer);
-  ops_.CopyToDevice(input_.device, input_.host, packer.used(), stream);
-
   const MatrixView hidden = model_.Forward(in.batch, in.tokens, workspace_, cache_);
-  if (rows == 0) {
-    ops_.Synchronize(stream);
-    return;
-  }
+  if (rows == 0) return;
+  Reserve(output_, OutputBytes(rows, top), /*keep=*/true);
+  Sample(in, hidden, rows, top);
+  ops_.CopyToHost(output_.host[place], output_.device, OutputBytes(rows, top), stream);
+}
 
-  // Outputs one array behind the other: token, status, logprob, top ids, top log-probabilities.
-  Reserve(output_, rows * (12 + 8 * top));
+bool Executor::SubmitDecode(const RankPlan& plan, int place, Flight* flight) {
+  const size_t count = plan.context.size();
+  const auto size = std::find_if(decode_sizes_.begin(), decode_sizes_.end(), [count](const DecodeSize& candidate) {
+    return static_cast<size_t>(candidate.inputs.size()) >= count;
+  });
+  if (size == decode_sizes_.end() || !size->inputs.Takes(plan) || flight->top > kDecodeTop) return false;
+  const std::optional<size_t> bytes = size->inputs.Pack(plan, decode_input_.host[place], decode_input_.capacity);
+  if (!bytes.has_value()) return false;
+  ops_.CopyToDevice(decode_input_.device, decode_input_.host[place], *bytes, ops_.stream());
+  if (size->work != nullptr && !profiling()) {
+    ops_.Launch(*size->work, ops_.stream());
+  } else {
+    RunDecode(*size);
+  }
+  flight->out_rows = static_cast<size_t>(size->inputs.size());
+  flight->out_top = kDecodeTop;
+  ops_.CopyToHost(output_.host[place], output_.device, OutputBytes(flight->out_rows, flight->top > 0 ? kDecodeTop : 0),
+                  ops_.stream());
+  return true;
+}
+
+void Executor::RunDecode(const DecodeSize& size) {
+  const DeviceInputs in = size.inputs.At(decode_input_.device, decode_table_, table_stride_);
+  ops_.BeginStep({.tokens = in.tokens,
+                  .num_tokens = in.batch.num_tokens,
+                  .drawn = static_cast<const int32_t*>(output_.device),
+                  .packed_table = in.packed_table,
+                  .packed_stride = in.packed_stride,
+                  .sequences = in.batch.num_sequences,
+                  .table = decode_table_,
+                  .table_stride = table_stride_},
+                 ops_.stream());
+  const MatrixView hidden = model_.Forward(in.batch, in.tokens, workspace_, cache_);
+  Sample(in, hidden, static_cast<size_t>(size.inputs.size()), kDecodeTop);
+}
+
+void Executor::Sample(const DeviceInputs& in, const MatrixView& hidden, size_t rows, size_t top) {
   char* out = static_cast<char*>(output_.device);
   auto* token = reinterpret_cast<int32_t*>(out);
   auto* status = reinterpret_cast<int32_t*>(out + rows * 4);
@@ -171,34 +242,90 @@ void Executor::RunRank(const RankPlan& plan, RankResult* result) {
     sample.rows = in.sample_rows + begin;
     sample.edits = in.logit_edits;
     sample.allowed_mask = in.allowed_mask;
-    sample.max_top_logprobs = plan.max_top_logprobs;
+    sample.max_top_logprobs = static_cast<int32_t>(top);
     sample.token = token + begin;
     sample.status = status + begin;
     sample.logprob = logprob + begin;
     sample.top_ids = top_ids + begin * top;
     sample.top_logprobs = top_logprobs + begin * top;
     sample.scratch = workspace_.scratch;
-    ops_.Sample(sample, stream);
+    ops_.Sample(sample, ops_.stream());
   }
+}
 
-  ops_.CopyToHost(output_.host, output_.device, rows * (12 + 8 * top), stream);
-  ops_.Synchronize(stream);
-  const char* host = static_cast<const char*>(output_.host);
+void Executor::Unpack(const Flight& flight, const char* host, RankResult* result) const {
+  const size_t rows = flight.rows, top = flight.top, out_rows = flight.out_rows, out_top = flight.out_top;
+  result->token.resize(rows);
+  result->status.resize(rows);
+  result->logprob.resize(rows);
+  result->top_ids.resize(rows * top);
+  result->top_logprobs.resize(rows * top);
+  if (rows == 0) return;
   std::memcpy(result->token.data(), host, rows * 4);
-  std::memcpy(result->status.data(), host + rows * 4, rows * 4);
-  std::memcpy(result->logprob.data(), host + rows * 8, rows * 4);
-  if (top > 0) {
-    std::memcpy(result->top_ids.data(), host + rows * 12, rows * top * 4);
-    std::memcpy(result->top_logprobs.data(), host + rows * (12 + 4 * top), rows * top * 4);
+  std::memcpy(result->status.data(), host + out_rows * 4, rows * 4);
+  std::memcpy(result->logprob.data(), host + out_rows * 8, rows * 4);
+  for (size_t row = 0; row < rows && top > 0; ++row) {
+    std::memcpy(result->top_ids.data() + row * top, host + out_rows * 12 + row * out_top * 4, top * 4);
+    std::memcpy(result->top_logprobs.data() + row * top, host + out_rows * (12 + 4 * out_top) + row * out_top * 4,
+                top * 4);
   }
+}
+
+absl::StatusOr<WarmUpReport> Executor::WarmUp() {
+  K3_CHECK(submitted_ == 0);
+  const auto start = std::chrono::steady_clock::now();
+  WarmUpReport report;
+  try {
+    const size_t before = ops_.FreeMemory();
+    DoWarmUp(&report);
+    report.bytes = static_cast<int64_t>(before) - static_cast<int64_t>(ops_.FreeMemory());
+  } catch (const DeviceError& error) {
+    return absl::InternalError(absl::StrCat("warm-up failed: ", error.what()));
+  }
+  report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return report;
+}
+
+void Executor::DoWarmUp(WarmUpReport* report) {
+  const Stream stream = ops_.stream();
+  // A prompt that fills a step, without memory of its own: every op of the largest size runs once.
+  RankPlan prompt;
+  const int64_t length = std::min(workspace_.bounds().tokens, workspace_.bounds().context);
+  prompt.tokens.assign(static_cast<size_t>(length), 0);
+  prompt.token_begin = {0, static_cast<int32_t>(length)};
+  prompt.context = {0};
+  prompt.state_slot = {-1};
+  prompt.page_table_stride = static_cast<int32_t>(table_stride_);
+  prompt.page_table.assign(static_cast<size_t>(table_stride_), -1);
+  prompt.sequence_of_token.assign(static_cast<size_t>(length), 0);
+  for (int32_t t = 0; t < length; ++t) prompt.position.push_back(t);
+  prompt.logits_row = {static_cast<int32_t>(length) - 1};
+  prompt.sample_rows.resize(1);
+  Flight flight;
+  SubmitRank(prompt, 0, &flight);
+  ops_.Synchronize(stream);
+
+  for (auto size = decode_sizes_.rbegin(); size != decode_sizes_.rend(); ++size) {
+    RankPlan empty;
+    const std::optional<size_t> bytes = size->inputs.Pack(empty, decode_input_.host[0], decode_input_.capacity);
+    K3_CHECK(bytes.has_value());
+    ops_.CopyToDevice(decode_input_.device, decode_input_.host[0], *bytes, stream);
+    RunDecode(*size);
+    ops_.Synchronize(stream);
+    if (!options_.capture || !ops_.can_capture()) continue;
+    size->work = ops_.Capture([&] { RunDecode(*size); }, stream);
+    ++report->graphs;
+    report->smallest = size->inputs.size();
+    report->largest = std::max(report->largest, size->inputs.size());
+    report->nodes += static_cast<int64_t>(size->work->nodes);
+  }
+  ops_.Synchronize(stream);
 }
 
 void Executor::Scrub(int32_t rank, const std::vector<PageId>& pages, const std::vector<StateSlot>& slots) {
   K3_CHECK(rank == 0);
-  K3_CHECK(rank == 0);
   for (PageId page : pages) cache_.FillPage(page, 0);
   for (StateSlot slot : slots) cache_.ZeroSlot(slot);
-  ops_.Synchronize(ops_.stream());
 }
 
 }  // namespace k3

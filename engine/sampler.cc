@@ -81,7 +81,8 @@ void Sampler::Count(int32_t token) {
   ++penalties_[static_cast<size_t>(place->second)].count;
 }
 
-void Sampler::AppendDraw(int32_t row, TokenConstraint* constraint, RankPlan* plan) const {
+void Sampler::AppendDraw(int32_t row, TokenConstraint* constraint, RankPlan* plan, int32_t unknown) const {
+  const int32_t position = generated_ + unknown;
   plan->logits_row.push_back(row);
   SampleRow& sample = plan->sample_rows.emplace_back();
   sample.temperature = params_->temperature;
@@ -91,14 +92,14 @@ void Sampler::AppendDraw(int32_t row, TokenConstraint* constraint, RankPlan* pla
   sample.presence_penalty = params_->presence_penalty;
   sample.frequency_penalty = params_->frequency_penalty;
   sample.repetition_penalty = params_->repetition_penalty;
-  sample.uniform = params_->temperature > 0 ? UniformAt(params_->seed, choice_, generated_) : 0;
+  sample.uniform = params_->temperature > 0 ? UniformAt(params_->seed, choice_, position) : 0;
   sample.top_logprobs = std::max(0, params_->top_logprobs);
   plan->max_top_logprobs = std::max(plan->max_top_logprobs, sample.top_logprobs);
 
   sample.edit_begin = static_cast<int32_t>(plan->logit_edits.size());
   plan->logit_edits.insert(plan->logit_edits.end(), penalties_.begin(), penalties_.end());
   plan->logit_edits.insert(plan->logit_edits.end(), biases_.begin(), biases_.end());
-  if (generated_ < params_->min_new_tokens) {
+  if (position < params_->min_new_tokens) {
     for (int32_t id : stops_) plan->logit_edits.push_back(Bias(id, kBan));
   }
   sample.edit_end = static_cast<int32_t>(plan->logit_edits.size());

@@ -26,12 +26,15 @@ class Sampler {
              std::span<const int32_t> eos, int32_t vocab_size);
   // A generated token was accepted.
   void Count(int32_t token);
-  // Appends the row that draws the next token from the logits of packed row `row`. `constraint` may be null.
-  void AppendDraw(int32_t row, TokenConstraint* constraint, RankPlan* plan) const;
+  // Appends the row that draws the next token from the logits of packed row `row`. `constraint` may be null. `unknown`
+  // tokens were drawn by steps that are still running; there may be some only without counts_tokens() and constraint.
+  void AppendDraw(int32_t row, TokenConstraint* constraint, RankPlan* plan, int32_t unknown = 0) const;
   // Appends a row that only yields the log-probability of `token`.
   void AppendScore(int32_t row, int32_t token, RankPlan* plan) const;
 
   bool IsStop(int32_t token) const;
+  // Whether the next row depends on which tokens were generated so far, not only on how many.
+  bool counts_tokens() const { return count_generated_; }
   int32_t generated() const { return generated_; }
 
  private:

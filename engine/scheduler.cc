@@ -59,19 +59,27 @@ void Scheduler::Dequeue(LiveRequest& live, bool admitted) {
 }
 
 void Scheduler::Cancel(RequestId id, const absl::Status& why, Clock::time_point now) {
-  if (step_open_) {
+  if (step_open()) {
     deferred_.push_back({id, -1, why});
-    return;
+  } else {
+    CancelNow(id, why, now);
   }
+}
+
+void Scheduler::CancelNow(RequestId id, const absl::Status& why, Clock::time_point now) {
   if (LiveRequest* live = Find(id); live != nullptr) FinishRequest(*live, why, now);
   BuryDead();
 }
 
 void Scheduler::StopChoice(RequestId id, int32_t choice, Clock::time_point now) {
-  if (step_open_) {
+  if (step_open()) {
     deferred_.push_back({id, choice, absl::OkStatus()});
-    return;
+  } else {
+    StopChoiceNow(id, choice, now);
   }
+}
+
+void Scheduler::StopChoiceNow(RequestId id, int32_t choice, Clock::time_point now) {
   LiveRequest* live = Find(id);
   if (live == nullptr || choice < 0 || choice >= static_cast<int32_t>(live->choices.size())) return;
   Sequence& sequence = live->choices[static_cast<size_t>(choice)];
@@ -80,13 +88,9 @@ void Scheduler::StopChoice(RequestId id, int32_t choice, Clock::time_point now) 
 }
 
 void Scheduler::FailAll(const absl::Status& why, Clock::time_point now) {
-  step_open_ = false;
+  committed_ = planned_;
   deferred_.clear();
-  for (Rank& rank : ranks_) {
-    rank.cache.StepDone();
-    rank.scheduled.clear();
-    rank.rows.clear();
-  }
+  for (Rank& rank : ranks_) rank.cache.StepDone();
   std::vector<RequestId> ids;
   for (const auto& [id, live] : requests_) ids.push_back(id);
   std::sort(ids.begin(), ids.end());
@@ -156,6 +160,8 @@ bool Scheduler::HandOver(Sequence& from) {
   if (!live.forked) live.source = to->choice;
   if (from.phase == SequencePhase::kQueued) return true;
 
+  // A step in which `from` is planned would not find its way to `to`: NeedsToken keeps such steps from being open.
+  K3_CHECK(from.unknown == 0);
   to->Begin(config_.eos_token_ids, config_.vocab_size, config_.pool_tokens());
   to->rank = from.rank;
   to->admission = from.admission;
@@ -169,6 +175,7 @@ bool Scheduler::HandOver(Sequence& from) {
       from.page_hashes.begin() + static_cast<ptrdiff_t>(std::min(prompt_pages, from.page_hashes.size())));
   if (from.phase == SequencePhase::kRunning) {
     to->lease = std::move(from.lease);
+    ++to->leases;
     from.lease = {};
     std::vector<Sequence*>& running = ranks_[static_cast<size_t>(from.rank)].running;
     *std::find(running.begin(), running.end(), &from) = to;
@@ -223,12 +230,13 @@ void Scheduler::FinishRequest(LiveRequest& live, const absl::Status& status, Clo
     if (observer_ != nullptr) observer_->OnRequestFinished(status, usage);
   }
   const auto place = requests_.find(live.id);
-  dead_.push_back(std::move(place->second));
+  dead_.push_back({planned_, std::move(place->second)});
   requests_.erase(place);
 }
 
 void Scheduler::BuryDead() {
-  if (!committing_) dead_.clear();
+  if (committing_) return;
+  std::erase_if(dead_, [this](const Dead& dead) { return dead.step <= committed_; });
 }
 
 bool Scheduler::TakeScrub(std::vector<Scrub>* scrub) {
@@ -277,7 +285,8 @@ uint64_t Scheduler::fingerprint_mismatches() const {
 }
 
 void Scheduler::CheckInvariants() const {
-  K3_CHECK(!step_open_ && !committing_ && dead_.empty() && deferred_.empty());
+  K3_CHECK(!committing_ && planned_ - committed_ <= kMostOpen);
+  K3_CHECK(step_open() || (dead_.empty() && deferred_.empty()));
   std::vector<std::vector<const CacheLease*>> leases(ranks_.size());
   size_t running = 0, preempted = 0, queued = 0;
   int64_t backlog = 0;
@@ -291,10 +300,12 @@ void Scheduler::CheckInvariants() const {
       with_lease += sequence.phase == SequencePhase::kRunning;
       K3_CHECK(sequence.lease.held() == (sequence.phase == SequencePhase::kRunning));
       K3_CHECK(sequence.planned == 0);
+      // What was drawn for an ended sequence is dropped.
+      K3_CHECK(sequence.phase == SequencePhase::kFinished ||
+               (sequence.unknown >= 0 && sequence.unknown <= static_cast<int32_t>(planned_ - committed_)));
       if (sequence.phase == SequencePhase::kRunning) {
-        K3_CHECK(sequence.computed < static_cast<int32_t>(sequence.tokens.size()));
-        K3_CHECK(static_cast<int32_t>(sequence.tokens.size()) < sequence.length_limit ||
-                 live->sampling().max_new_tokens == 0);
+        K3_CHECK(sequence.computed < static_cast<int32_t>(sequence.tokens.size()) || step_open());
+        K3_CHECK(sequence.known() < sequence.length_limit || live->sampling().max_new_tokens == 0);
         K3_CHECK(static_cast<int64_t>(sequence.lease.pages.size()) >= config_.PagesFor(sequence.computed));
         leases[static_cast<size_t>(sequence.rank)].push_back(&sequence.lease);
         ++running;

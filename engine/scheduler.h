@@ -21,9 +21,14 @@
 
 namespace k3 {
 
-// Decides what runs: PlanStep proposes the next step, CommitStep takes its results over. Between the two the plan's ids
-// stay reserved; cancels that arrive meanwhile are applied when the step is committed, so late results never find their
-// owner gone. Host only; time comes in as an argument. Not thread-safe: the engine thread's.
+// Decides what runs: PlanStep proposes the next step, CommitStep takes its results over. Cancels that arrive between
+// the two are applied when the step is committed. Host only; time comes in as an argument. Not thread-safe: the engine
+// thread's.
+//
+// While one step is open the next may be planned (CanPlanAhead). It sees every sequence as the open step will leave it:
+// further computed, and one token longer where it draws, whose id is still unknown. What the commit then finds out may
+// end a sequence that is already planned again: the results of that row are dropped, and what the sequence held is free
+// at once, because whoever gets it writes it in a step that runs later.
 //
 // A step holds at most max_num_batched_tokens tokens per rank. Order of claims: every running decode (one token each);
 // the oldest prefill, up to half of what is left while others wait; running short prefills, fewest tokens first;
@@ -49,8 +54,12 @@ class Scheduler {
   void FailAll(const absl::Status& why, Clock::time_point now);
   void FlushCache();
 
-  // Fills `plan`. False when there is nothing to run. Ends requests whose deadline has passed.
+  // Fills `plan`. False when there is nothing to run. Ends requests whose deadline has passed. At most two steps may be
+  // open; they are committed in the order in which they were planned.
   bool PlanStep(Clock::time_point now, StepPlan* plan);
+  // Whether PlanStep may be called although a step is open: nothing in that step decides what can be planned next. A
+  // grammar or a penalty needs the token, and a prompt of several choices is about to fork.
+  bool CanPlanAhead() const;
   void CommitStep(const StepPlan& plan, const StepResult& result, Clock::time_point now);
 
   // What CommitStep found to be poisoned, per rank: to be overwritten before the next plan.
@@ -88,20 +97,29 @@ class Scheduler {
   struct Row {
     Sequence* sequence;
     RowKind kind;
-    int32_t index;  // kPromptScore: the prompt token that is scored
+    int32_t index;  // kPromptScore: the prompt token that is scored; kDraw: where the token goes
   };
   struct Scheduled {
     Sequence* sequence;
+    uint32_t lease = 0;  // Sequence::leases when it was planned
+    int32_t begin = 0;   // the step computes its tokens [begin, end)
+    int32_t end = 0;
     int32_t row_begin = 0;  // its slice of the rank's rows
     int32_t row_end = 0;
   };
+  // One rank's part of a step that is open or being planned.
+  struct RankStep {
+    std::vector<Scheduled> scheduled;
+    std::vector<Row> rows;  // as RankPlan::sample_rows
+  };
+  static constexpr size_t kMostOpen = 2;
   struct Rank {
     explicit Rank(const EngineConfig& config) : cache(config) {}
     CacheManager cache;
     std::vector<Sequence*> running;  // by admission, oldest first
+    RankStep steps[kMostOpen];       // by step number
     // Of the step being planned.
-    std::vector<Scheduled> scheduled;
-    std::vector<Row> rows;  // as RankPlan::sample_rows
+    RankStep* step = nullptr;
     int32_t budget = 0;
     bool preempted = false;   // nobody is admitted in a step that took pages away from somebody
     int64_t outstanding = 0;  // pages that admitted sequences still need for the tokens they have
@@ -120,6 +138,9 @@ class Scheduler {
   using DeadlineEntry = std::pair<Clock::time_point, RequestId>;
 
   // --- scheduler.cc: requests come and go ---
+  bool step_open() const { return planned_ > committed_; }
+  void CancelNow(RequestId id, const absl::Status& why, Clock::time_point now);
+  void StopChoiceNow(RequestId id, int32_t choice, Clock::time_point now);
   LiveRequest* Find(RequestId id);
   // Leaves the admission queue, one way or the other.
   void Dequeue(LiveRequest& live, bool admitted);
@@ -153,12 +174,13 @@ class Scheduler {
   void Emit(Rank& rank, RankPlan* plan);
   void EmitRows(Rank& rank, Sequence& sequence, int32_t begin, RankPlan* plan);
   void EmitSnapshots(Rank& rank, Sequence& sequence, int32_t begin, RankPlan* plan);
+  // Whether what this sequence draws must be known before the next step can be planned.
+  static bool NeedsToken(const Sequence& sequence);
 
   // --- scheduler_commit.cc ---
   void CommitSequence(Rank& rank, const Scheduled& entry, const RankPlan& plan, const RankResult& result,
                       Clock::time_point now);
-  void AcceptToken(Sequence& sequence, size_t row, const RankPlan& plan, const RankResult& result,
-                   Clock::time_point now);
+  void AcceptToken(const Row& row, size_t index, const RankPlan& plan, const RankResult& result, Clock::time_point now);
   // Queues a recomputation of `live`'s prompt from scratch, to be compared with what its prefix hit gave.
   void VerifyHit(const LiveRequest& live, const HitCheck& expected);
   // Valid until the next call.
@@ -171,10 +193,16 @@ class Scheduler {
   std::vector<Sequence*> preempted_;  // by admission, oldest first
   std::vector<RequestId> forking_;    // requests with choices in kForking
   absl::flat_hash_map<RequestId, std::unique_ptr<LiveRequest>> requests_;
-  std::vector<std::unique_ptr<LiveRequest>> dead_;  // ended, but the open commit may still point to them
+  struct Dead {
+    uint64_t step;  // the newest step that may point to it
+    std::unique_ptr<LiveRequest> live;
+  };
+  std::vector<Dead> dead_;                // ended, but an open step may still point to them
   std::vector<DeadlineEntry> deadlines_;  // min-heap; entries of ended requests leave when they come up or are too many
   std::vector<Deferred> deferred_;
-  bool step_open_ = false;
+  uint64_t planned_ = 0;  // steps so far; planned_ - committed_ are open
+  uint64_t committed_ = 0;
+  bool ahead_ = false;  // the newest step allows the next to be planned before its commit
   bool committing_ = false;
 
   int32_t most_running_ = 0;  // sequences with a lease, over all ranks

@@ -11,26 +11,25 @@
 namespace k3 {
 
 void Scheduler::CommitStep(const StepPlan& plan, const StepResult& result, Clock::time_point now) {
-  K3_CHECK(step_open_ && plan.ranks.size() == ranks_.size() && result.ranks.size() == ranks_.size());
-  step_open_ = false;
+  K3_CHECK(step_open() && plan.ranks.size() == ranks_.size() && result.ranks.size() == ranks_.size());
   committing_ = true;
   for (size_t r = 0; r < ranks_.size(); ++r) {
     Rank& rank = ranks_[r];
-    const size_t rows = rank.rows.size();
+    const RankStep& step = rank.steps[committed_ % kMostOpen];
+    const size_t rows = step.rows.size();
     K3_CHECK(result.ranks[r].token.size() >= rows && result.ranks[r].status.size() >= rows &&
              result.ranks[r].logprob.size() >= rows);
     rank.cache.StepDone();
-    for (const Scheduled& entry : rank.scheduled) CommitSequence(rank, entry, plan.ranks[r], result.ranks[r], now);
-    rank.scheduled.clear();
-    rank.rows.clear();
+    for (const Scheduled& entry : step.scheduled) CommitSequence(rank, entry, plan.ranks[r], result.ranks[r], now);
   }
+  ++committed_;
   ++counters_.steps;
   committing_ = false;
   for (const Deferred& deferred : std::exchange(deferred_, {})) {
     if (deferred.choice < 0) {
-      Cancel(deferred.id, deferred.why, now);
+      CancelNow(deferred.id, deferred.why, now);
     } else {
-      StopChoice(deferred.id, deferred.choice, now);
+      StopChoiceNow(deferred.id, deferred.choice, now);
     }
   }
   BuryDead();
@@ -39,12 +38,12 @@ void Scheduler::CommitStep(const StepPlan& plan, const StepResult& result, Clock
 void Scheduler::CommitSequence(Rank& rank, const Scheduled& entry, const RankPlan& plan, const RankResult& result,
                                Clock::time_point now) {
   Sequence& sequence = *entry.sequence;
+  const std::vector<Row>& rows = rank.steps[committed_ % kMostOpen].rows;
   LiveRequest& live = *sequence.request;
-  const int32_t count = std::exchange(sequence.planned, 0);
-  if (sequence.phase != SequencePhase::kRunning) return;  // its request ended earlier in this commit
-  const int32_t before = sequence.computed;
-  sequence.computed += count;
-  rank.cache.SnapshotsTaken(&sequence.lease);
+  // It ended or gave up its lease since the step was planned.
+  if (sequence.phase != SequencePhase::kRunning || sequence.leases != entry.lease) return;
+  const int32_t computed = entry.end;  // as far as this step; the next may be under way
+  rank.cache.SnapshotsTaken(&sequence.lease, computed);
 
   for (int32_t row = entry.row_begin; row < entry.row_end; ++row) {
     const SampleStatus status = result.status[static_cast<size_t>(row)];
@@ -53,8 +52,7 @@ void Scheduler::CommitSequence(Rank& rank, const Scheduled& entry, const RankPla
       ++counters_.nonfinite_rows;
       if (live.is_shadow) ++counters_.verified_hits, ++counters_.hit_disagreements;
       FinishRequest(
-          live,
-          absl::InternalError(absl::StrCat("the model produced non-finite logits at position ", sequence.computed - 1)),
+          live, absl::InternalError(absl::StrCat("the model produced non-finite logits at position ", computed - 1)),
           now, /*condemn=*/true);
     } else {
       FinishRequest(live, absl::InternalError("constraint, allowed and banned ids together leave no token to choose"),
@@ -68,20 +66,20 @@ void Scheduler::CommitSequence(Rank& rank, const Scheduled& entry, const RankPla
   }
 
   // A prompt enters the cache once all of it is computed and its last row was finite; an answer page by page.
-  const bool prompt_done = sequence.computed >= sequence.prompt_length;
-  const bool prompt_step = before < sequence.prompt_length;
+  const bool prompt_done = computed >= sequence.prompt_length;
+  const bool prompt_step = entry.begin < sequence.prompt_length;
   if (config_.enable_prefix_caching && live.caches() && prompt_done &&
-      (prompt_step || sequence.computed / config_.page_size > sequence.lease.published)) {
+      (prompt_step || computed / config_.page_size > sequence.lease.published)) {
     sequence.ExtendHashes(config_.page_size);
-    rank.cache.Publish(sequence.Key(), sequence.computed / config_.page_size, live.id, &sequence.lease);
+    rank.cache.Publish(sequence.Key(), computed / config_.page_size, live.id, &sequence.lease);
   }
   if (live.backlog > 0) {
-    const int64_t left = sequence.remaining();
+    const int64_t left = sequence.known() - computed;
     backlog_tokens_ += left - live.backlog;
     live.backlog = left;
   }
   if (prompt_step) {
-    const int32_t done = std::min(sequence.computed, sequence.prompt_length);
+    const int32_t done = std::min(computed, sequence.prompt_length);
     if (done > live.prefill_reported) {
       live.prefill_reported = done;
       Notify(live, [&](TokenSink& sink) { sink.OnPrefillProgress(done, sequence.prompt_length); });
@@ -100,13 +98,13 @@ void Scheduler::CommitSequence(Rank& rank, const Scheduled& entry, const RankPla
 
   for (int32_t r = entry.row_begin; r < entry.row_end && !live.finished; ++r) {
     const size_t index = static_cast<size_t>(r);
-    const Row& row = rank.rows[index];
+    const Row& row = rows[index];
     if (row.kind == RowKind::kPromptScore) {
       sequence.prompt_scores = std::max(sequence.prompt_scores, row.index + 1);
       const TokenLogprob logprob = LogprobOf(index, plan, result);
       Notify(live, [&](TokenSink& sink) { sink.OnPromptLogprob(row.index, logprob); });
     } else if (row.sequence->phase != SequencePhase::kFinished) {
-      AcceptToken(*row.sequence, index, plan, result, now);
+      AcceptToken(row, index, plan, result, now);
     }
   }
   if (live.finished) return;
@@ -122,10 +120,11 @@ void Scheduler::CommitSequence(Rank& rank, const Scheduled& entry, const RankPla
   }
 }
 
-void Scheduler::AcceptToken(Sequence& sequence, size_t row, const RankPlan& plan, const RankResult& result,
+void Scheduler::AcceptToken(const Row& row, size_t index, const RankPlan& plan, const RankResult& result,
                             Clock::time_point now) {
+  Sequence& sequence = *row.sequence;
   LiveRequest& live = *sequence.request;
-  const int32_t token = result.token[row];
+  const int32_t token = result.token[index];
   K3_CHECK(token >= 0 && token < config_.vocab_size);
   if (!live.has_first_token) {
     live.has_first_token = true;
@@ -134,7 +133,7 @@ void Scheduler::AcceptToken(Sequence& sequence, size_t row, const RankPlan& plan
   if (live.is_shadow) {
     ++counters_.verified_hits;
     const bool agrees = token == live.expected.token &&
-                        std::abs(result.logprob[row] - live.expected.logprob) <= config_.verify_tolerance;
+                        std::abs(result.logprob[index] - live.expected.logprob) <= config_.verify_tolerance;
     if (!agrees) ++counters_.hit_disagreements;
     FinishRequest(live, absl::OkStatus(), now);
     return;
@@ -147,27 +146,31 @@ void Scheduler::AcceptToken(Sequence& sequence, size_t row, const RankPlan& plan
     }
     if (!live.broken.empty()) return;
   }
-  if (live.check_hit && sequence.generated() == 0 && sequence.choice == 0) {
+  if (live.check_hit && row.index == sequence.prompt_length && sequence.choice == 0) {
     live.check_hit = false;
-    VerifyHit(live, {token, result.logprob[row]});
+    VerifyHit(live, {token, result.logprob[index]});
   }
-  sequence.tokens.push_back(token);
+  K3_CHECK(row.index == sequence.known());
+  sequence.tokens[static_cast<size_t>(row.index)] = token;
+  --sequence.unknown;
   sequence.sampler.Count(token);
   ++live.usage.completion_tokens;
   ++counters_.generated_tokens;
   if (live.sampling().top_logprobs >= 0) {
-    const TokenLogprob logprob = LogprobOf(row, plan, result);
+    const TokenLogprob logprob = LogprobOf(index, plan, result);
     Notify(live, [&](TokenSink& sink) { sink.OnToken(sequence.choice, token, &logprob); });
   } else {
     Notify(live, [&](TokenSink& sink) { sink.OnToken(sequence.choice, token, nullptr); });
   }
-  const auto generated = std::span(std::as_const(sequence.tokens)).subspan(static_cast<size_t>(sequence.prompt_length));
+  const auto generated = std::span(std::as_const(sequence.tokens))
+                             .subspan(static_cast<size_t>(sequence.prompt_length),
+                                      static_cast<size_t>(sequence.known() - sequence.prompt_length));
   const bool repeats = sequence.repetition.Add(generated);
   if (sequence.sampler.IsStop(token)) {
     FinishChoice(sequence, FinishReason::kStop, token, now);
   } else if (repeats) {
     FinishChoice(sequence, FinishReason::kRepetition, -1, now);
-  } else if (static_cast<int32_t>(sequence.tokens.size()) >= sequence.length_limit) {
+  } else if (sequence.known() >= sequence.length_limit) {
     FinishChoice(sequence, FinishReason::kLength, -1, now);
   }
 }

@@ -9,15 +9,15 @@
 namespace k3 {
 
 void Scheduler::Emit(Rank& rank, RankPlan* plan) {
-  if (rank.scheduled.empty()) return;
+  if (rank.step->scheduled.empty()) return;
   int64_t stride = 0;
-  for (const Scheduled& entry : rank.scheduled) {
+  for (const Scheduled& entry : rank.step->scheduled) {
     stride = std::max(stride, config_.PagesFor(int64_t{entry.sequence->computed} + entry.sequence->planned));
   }
   plan->page_table_stride = static_cast<int32_t>(stride);
-  plan->page_table.resize(rank.scheduled.size() * static_cast<size_t>(stride));
+  plan->page_table.resize(rank.step->scheduled.size() * static_cast<size_t>(stride));
   int32_t index = 0;
-  for (Scheduled& entry : rank.scheduled) {
+  for (Scheduled& entry : rank.step->scheduled) {
     Sequence& sequence = *entry.sequence;
     const int32_t begin = plan->num_tokens();
     const int32_t count = sequence.planned;
@@ -33,13 +33,23 @@ void Scheduler::Emit(Rank& rank, RankPlan* plan) {
       plan->sequence_of_token.push_back(index);
       plan->position.push_back(sequence.computed + i);
     }
-    entry.row_begin = static_cast<int32_t>(rank.rows.size());
+    entry.row_begin = static_cast<int32_t>(rank.step->rows.size());
     EmitRows(rank, sequence, begin, plan);
-    entry.row_end = static_cast<int32_t>(rank.rows.size());
+    entry.row_end = static_cast<int32_t>(rank.step->rows.size());
     EmitSnapshots(rank, sequence, begin, plan);
+    entry.lease = sequence.leases;
+    entry.begin = sequence.computed;
+    entry.end = sequence.computed += count;
+    sequence.planned = 0;
+    const LiveRequest& live = *sequence.request;
+    if (live.choices.size() > 1 && !live.forked) ahead_ = false;
     ++index;
   }
   plan->token_begin.push_back(plan->num_tokens());
+}
+
+bool Scheduler::NeedsToken(const Sequence& sequence) {
+  return sequence.sampler.counts_tokens() || sequence.request->constraint(sequence.choice) != nullptr;
 }
 
 void Scheduler::EmitRows(Rank& rank, Sequence& sequence, int32_t begin, RankPlan* plan) {
@@ -49,7 +59,7 @@ void Scheduler::EmitRows(Rank& rank, Sequence& sequence, int32_t begin, RankPlan
       const int32_t scored = sequence.computed + i + 1;
       if (scored < sequence.prompt_scores || scored >= sequence.prompt_length) continue;
       sequence.sampler.AppendScore(begin + i, sequence.tokens[static_cast<size_t>(scored)], plan);
-      rank.rows.push_back({&sequence, RowKind::kPromptScore, scored});
+      rank.step->rows.push_back({&sequence, RowKind::kPromptScore, scored});
     }
   }
   if (sequence.planned < sequence.remaining() ||
@@ -59,12 +69,16 @@ void Scheduler::EmitRows(Rank& rank, Sequence& sequence, int32_t begin, RankPlan
   const int32_t row = begin + sequence.planned - 1;
   const auto draw = [&](Sequence& drawn) {
     try {
-      drawn.sampler.AppendDraw(row, live.constraint(drawn.choice), plan);
+      drawn.sampler.AppendDraw(row, live.constraint(drawn.choice), plan, drawn.unknown);
     } catch (const std::exception& error) {
       // The row stands without its mask; the commit ends the request before anything of it is used.
       live.broken = std::string("the token constraint threw: ") + error.what();
     }
-    rank.rows.push_back({&drawn, RowKind::kDraw, 0});
+    const int32_t index = static_cast<int32_t>(rank.step->rows.size());
+    rank.step->rows.push_back({&drawn, RowKind::kDraw, static_cast<int32_t>(drawn.tokens.size())});
+    drawn.tokens.push_back(TokenOfRow(index));
+    ++drawn.unknown;
+    if (NeedsToken(drawn)) ahead_ = false;
   };
   draw(sequence);
   if (live.forked || live.choices.size() == 1) return;

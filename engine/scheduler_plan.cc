@@ -16,7 +16,7 @@ constexpr int64_t kReservedTableEntries = int64_t{4} << 20;
 }  // namespace
 
 bool Scheduler::PlanStep(Clock::time_point now, StepPlan* plan) {
-  K3_CHECK(!step_open_);
+  K3_CHECK(!step_open() || CanPlanAhead());
   ExpireDeadlines(now);
   BuryDead();
   if (plan->ranks.size() != ranks_.size()) {
@@ -28,8 +28,9 @@ bool Scheduler::PlanStep(Clock::time_point now, StepPlan* plan) {
   }
   for (size_t r = 0; r < ranks_.size(); ++r) {
     plan->ranks[r].Clear();
-    ranks_[r].scheduled.clear();
-    ranks_[r].rows.clear();
+    ranks_[r].step = &ranks_[r].steps[planned_ % kMostOpen];
+    ranks_[r].step->scheduled.clear();
+    ranks_[r].step->rows.clear();
     ranks_[r].budget = config_.max_num_batched_tokens;
     ranks_[r].preempted = false;
   }
@@ -38,12 +39,18 @@ bool Scheduler::PlanStep(Clock::time_point now, StepPlan* plan) {
   for (size_t r = 0; r < ranks_.size(); ++r) PlanDecodes(ranks_[r], &plan->ranks[r]);
   PlanPrefills(now, plan);
   bool any = false;
+  ahead_ = true;
   for (size_t r = 0; r < ranks_.size(); ++r) {
     Emit(ranks_[r], &plan->ranks[r]);
     any |= plan->ranks[r].num_tokens() > 0;
   }
-  step_open_ = any;
+  planned_ += any;
   return any;
+}
+
+bool Scheduler::CanPlanAhead() const {
+  // What was cancelled meanwhile shall not be planned again.
+  return planned_ - committed_ < kMostOpen && ahead_ && deferred_.empty();
 }
 
 void Scheduler::ForkChoices(StepPlan* plan) {
@@ -66,6 +73,7 @@ void Scheduler::ForkChoices(StepPlan* plan) {
         continue;
       }
       choice.rank = source->rank;
+      ++choice.leases;
       choice.computed = source->computed;
       choice.admission = next_admission_++;
       // Without a prefix cache nobody asked for the hashes.
@@ -80,6 +88,9 @@ void Scheduler::ForkChoices(StepPlan* plan) {
 }
 
 void Scheduler::Requeue(Sequence& sequence) {
+  // Results that are still on their way will be dropped; the tokens are drawn again.
+  sequence.tokens.resize(static_cast<size_t>(sequence.known()));
+  sequence.unknown = 0;
   if (sequence.admission == 0) sequence.admission = next_admission_++;
   sequence.computed = 0;
   SetPhase(sequence, SequencePhase::kPreempted);
@@ -129,11 +140,12 @@ void Scheduler::PlanDecodes(Rank& rank, RankPlan* plan) {
   // Oldest first: whoever is preempted on the way is newer, hence further back and not planned yet.
   for (size_t i = 0; i < rank.running.size(); ++i) {
     Sequence& sequence = *rank.running[i];
-    if (!sequence.decoding() || !EnsurePages(rank, sequence, sequence.computed + 1, plan)) continue;
+    if (!sequence.decoding() || sequence.ending() || !EnsurePages(rank, sequence, sequence.computed + 1, plan))
+      continue;
     K3_CHECK(rank.budget > 0);
     sequence.planned = 1;
     --rank.budget;
-    rank.scheduled.push_back({&sequence});
+    rank.step->scheduled.push_back({&sequence});
   }
 }
 
@@ -157,7 +169,7 @@ void Scheduler::PlanChunk(Rank& rank, Sequence& sequence, int32_t most, RankPlan
   more = static_cast<int32_t>(std::min<int64_t>(more, covered - from));
   sequence.planned += more;
   rank.budget -= more;
-  if (had == 0) rank.scheduled.push_back({&sequence});
+  if (had == 0) rank.step->scheduled.push_back({&sequence});
 }
 
 void Scheduler::PlanPrefills(Clock::time_point now, StepPlan* plan) {
@@ -172,7 +184,7 @@ void Scheduler::PlanPrefills(Clock::time_point now, StepPlan* plan) {
     rank.long_prefills = 0;
     prefills.clear();
     for (Sequence* sequence : rank.running) {
-      if (sequence->decoding()) continue;
+      if (sequence->decoding() || sequence->ending()) continue;
       prefills.push_back(sequence);
       rank.long_prefills += IsLong(*sequence);
     }
@@ -312,6 +324,7 @@ bool Scheduler::TryAdmit(Sequence& sequence, bool obey_long_limit, Clock::time_p
   } else {
     rank_plan.zero_slots.push_back(sequence.lease.state);
   }
+  ++sequence.leases;
   sequence.rank = static_cast<int32_t>(best - ranks_.data());
   sequence.computed = best_match.resume_pages * config_.page_size;
   const int32_t matched = static_cast<int32_t>(best_match.pages.size()) * config_.page_size;
@@ -343,9 +356,9 @@ bool Scheduler::TryAdmit(Sequence& sequence, bool obey_long_limit, Clock::time_p
     }
     Notify(live, [&](TokenSink& sink) { sink.OnAdmitted(sequence.computed); });
   }
-  const size_t scheduled = rank.scheduled.size();
+  const size_t scheduled = rank.step->scheduled.size();
   PlanChunk(rank, sequence, rank.budget, &rank_plan);
-  K3_CHECK(rank.scheduled.size() == scheduled + 1);
+  K3_CHECK(rank.step->scheduled.size() == scheduled + 1);
   // After the chunk: the pages that it took are no longer available to the next candidate and must not count twice.
   rank.outstanding += needed - static_cast<int64_t>(sequence.lease.pages.size());
   return true;

@@ -26,7 +26,7 @@ void Sequence::Begin(const std::vector<int32_t>& eos, int32_t vocab_size, int64_
 }
 
 void Sequence::ExtendHashes(int32_t page_size) {
-  const size_t full = tokens.size() / static_cast<size_t>(page_size);
+  const size_t full = static_cast<size_t>(known() / page_size);
   if (page_hashes.size() >= full) return;
   uint64_t hash = page_hashes.empty() ? ChainRoot(request->request->cache_salt) : page_hashes.back();
   for (size_t i = page_hashes.size(); i < full; ++i) {

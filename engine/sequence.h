@@ -27,19 +27,23 @@ enum class SequencePhase : uint8_t {
 };
 
 // One choice of an accepted request: its tokens and how far they are computed. Engine thread only.
-//   computed <= tokens.size(), equal only inside CommitStep; tokens[0, computed) are in the lease.
+//   computed <= tokens.size(); tokens[0, computed) are in the lease once all planned steps have run.
+// Planning a step advances `computed` at once and appends what the step will draw as a TokenOfRow; the commit puts the
+// token in its place. So everything that is planned meanwhile sees lengths and positions as they will be.
 struct Sequence {
   LiveRequest* request = nullptr;
   int32_t choice = 0;
   SequencePhase phase = SequencePhase::kQueued;
 
   std::vector<int32_t> tokens;  // prompt, then generated; empty before the first admission
+  int32_t unknown = 0;          // of them at the end, drawn by steps that are not committed yet
   int32_t prompt_length = 0;
   int32_t length_limit = 0;  // ends with kLength when it holds this many tokens
   int32_t computed = 0;
   int32_t rank = -1;
   uint64_t admission = 0;  // order of first admission: "newest first" when pages run out
   CacheLease lease;
+  uint32_t leases = 0;                // how many it has had: tells a step's results which one they were computed for
   std::vector<uint64_t> page_hashes;  // ChainHash of each full page of tokens that was asked for so far
 
   Sampler sampler;
@@ -59,9 +63,14 @@ struct Sequence {
   PrefixKey Key() const;
 
   int32_t remaining() const { return static_cast<int32_t>(tokens.size()) - computed; }
+  // Tokens whose ids are known.
+  int32_t known() const { return static_cast<int32_t>(tokens.size()) - unknown; }
   // Its next step computes one token and samples the next.
   bool decoding() const { return remaining() == 1 && static_cast<int32_t>(tokens.size()) > prompt_length; }
-  int32_t generated() const { return static_cast<int32_t>(tokens.size()) - prompt_length; }
+  // Whatever the steps in flight draw, nothing is left to compute: their commit ends it.
+  bool ending() const {
+    return remaining() == 0 || (unknown > 0 && static_cast<int32_t>(tokens.size()) >= length_limit);
+  }
 };
 
 // Why a repetition of a prefix hit from scratch is compared with the hit (EngineConfig::verify_hits).

@@ -25,6 +25,11 @@ struct SnapshotPoint {
   StateSlot slot;
 };
 
+// A token id of a plan that stands for the token drawn by row `row` of the step submitted just before.
+constexpr int32_t TokenOfRow(int32_t row) { return -1 - row; }
+// The same function takes it back.
+constexpr int32_t RowOfToken(int32_t token) { return -1 - token; }
+
 // One rank's share of a step. Every id in it is reserved. Arrays named as in SequenceBatch have its meaning.
 // Order of execution: zero_slots, state_copies, page_copies, forward (snapshots in passing), sampling.
 struct RankPlan {
@@ -32,7 +37,9 @@ struct RankPlan {
   std::vector<StateCopy> state_copies;  // restores from snapshots, forks of choices
   std::vector<PageCopy> page_copies;    // forks of choices: the partly filled last page
 
-  std::vector<int32_t> tokens;       // [T]
+  // [T]. Where the id is not known yet because the step before has not been committed: TokenOfRow(r), which stands for
+  // what row r of that step's sample_rows (of the same rank) has drawn.
+  std::vector<int32_t> tokens;
   std::vector<int32_t> token_begin;  // [S + 1]; empty when S = 0
   std::vector<int32_t> context;      // [S]
   std::vector<int32_t> state_slot;   // [S]
@@ -70,16 +77,34 @@ struct StepResult {
   std::vector<RankResult> ranks;
 };
 
-// Runs steps: the Executor over a model, or a fake in tests. One step at a time, from the engine thread.
+// Runs steps: the Executor over a model, or a fake in tests. Called from the engine thread only.
+//
+// Steps are submitted and then waited for, in order. What is submitted later happens later on the device, so ids that
+// were released after a step was submitted may be given away again at once. A runner that can hold two steps works on
+// one while the next is planned; others do everything in Wait. Not OK, from any call, means that the device is lost: no
+// later step can run.
 class StepRunner {
  public:
   virtual ~StepRunner() = default;
-  // Not OK means the device is lost: no later step can run.
+  // How many submitted steps may be waiting for their Wait: 1 or 2.
+  virtual int max_in_flight() const { return 1; }
+  // Starts a step. `plan` stays as it is until the step was waited for or a call has failed. Its tokens may be
+  // TokenOfRow only when another step was submitted before.
+  virtual absl::Status Submit(const StepPlan& plan) {
+    submitted_ = &plan;
+    return absl::OkStatus();
+  }
+  // The results of the oldest step that was not yet waited for.
+  virtual absl::Status Wait(StepResult* result) { return Run(*submitted_, result); }
+  // Both at once, with no other step in flight.
   virtual absl::Status Run(const StepPlan& plan, StepResult* result) = 0;
-  // Overwrites pages and slots of one rank whose contents must not be read again (after a non-finite row). Between
-  // steps only.
+  // Overwrites pages and slots of one rank whose contents must not be read again (after a non-finite row), behind all
+  // steps submitted so far.
   virtual void Scrub(int32_t rank, const std::vector<PageId>& pages, const std::vector<StateSlot>& slots) = 0;
   virtual int32_t vocab_size() const = 0;
+
+ private:
+  const StepPlan* submitted_ = nullptr;
 };
 
 }  // namespace k3

@@ -17,8 +17,12 @@ class LatentProjection;
 // The sequences of one step, packed: sequence s owns rows [token_begin[s], token_begin[s+1]) of every [T, ...] matrix,
 // which are its positions context[s], context[s]+1, ... . Every sequence has at least one token.
 struct SequenceBatch {
-  int32_t num_tokens = 0;                // T
-  int32_t num_sequences = 0;             // S
+  int32_t num_tokens = 0;     // T
+  int32_t num_sequences = 0;  // S
+  // Padding: rows and sequences of a step that exist only so that it has the size of a captured one. They come last,
+  // have one token each, state slot -1 and page ids -1 (no memory), and no experts. [1], the tokens that are not
+  // padding; or null when all are.
+  const int32_t* live_tokens = nullptr;
   const int32_t* token_begin = nullptr;  // [S + 1]
   const int32_t* context = nullptr;      // [S] tokens of the sequence computed before this step
   const int32_t* state_slot = nullptr;   // [S] slot of KdaParams' pools; written in place
@@ -27,13 +31,31 @@ struct SequenceBatch {
   const int32_t* sequence_of_token = nullptr;  // [T]
   const int32_t* position = nullptr;           // [T]
   // States to store in passing: after packed row snapshot_row[i] of its sequence has been applied, the state is copied
-  // to slot snapshot_slot[i]. Rows ascend. A snapshot slot is never any sequence's state_slot.
+  // to slot snapshot_slot[i]. Rows ascend. A snapshot slot is never any sequence's state_slot. Entries whose row is
+  // kNoRow come last and ask for nothing.
   int32_t num_snapshots = 0;
   const int32_t* snapshot_row = nullptr;   // [num_snapshots]
   const int32_t* snapshot_slot = nullptr;  // [num_snapshots]
   // Host copies for choosing variants and grids; same contents.
   const int32_t* host_token_begin = nullptr;  // host, [S + 1]
   const int32_t* host_context = nullptr;      // host, [S]
+};
+
+// A snapshot_row that is none.
+constexpr int32_t kNoRow = 0x7fffffff;
+
+// What a step does first. Token ids below 0 stand for tokens that the step before has drawn: -1 - r becomes drawn[r],
+// or 0 where that row has no token (its sequence has failed; what is computed for it here is dropped). And a page table
+// that came packed is spread to rows of a fixed stride, so that a captured step finds it where it was captured.
+struct BeginStepParams {
+  int32_t* tokens = nullptr;  // [T], in and out
+  int64_t num_tokens = 0;
+  const int32_t* drawn = nullptr;          // tokens of the step before; may be null when no id is below 0
+  const int32_t* packed_table = nullptr;   // [sequences, *packed_stride], or null
+  const int32_t* packed_stride = nullptr;  // [1], at most table_stride
+  int64_t sequences = 0;
+  int32_t* table = nullptr;  // [sequences, table_stride]; entries past packed_stride stay as they are
+  int64_t table_stride = 0;
 };
 
 // out[t] = table[tokens[t]].
@@ -200,16 +222,17 @@ struct RouterTopKParams {
   bool renormalize = true;
   bool biased_weights = false;  // --kl-router-weights biased
   float scale = 1;
-  const int32_t* forced_ids = nullptr;  // [T, top_k] or null: take these, weights still from the own scores (verify)
-  int32_t* ids = nullptr;               // [T, top_k] out, ascending per token
-  float* weights = nullptr;             // [T, top_k] out
+  const int32_t* forced_ids = nullptr;   // [T, top_k] or null: take these, weights still from the own scores (verify)
+  const int32_t* live_tokens = nullptr;  // [1] or null: tokens from this one on are padding, get ids -1 and weights 0
+  int32_t* ids = nullptr;                // [T, top_k] out, ascending per token
+  float* weights = nullptr;              // [T, top_k] out
 };
 
 // y[t] = sum over j with ids[t, j] in this rank's experts of weights[t, j] * W2 f(W1 x[t], W3 x[t]).
 // The sum over j runs in ascending expert order in fp32 whatever the batch. Rows without a local expert come out 0.
 struct MoeExpertsParams {
   MatrixView x;                    // [T, in] act
-  const int32_t* ids = nullptr;    // [T, top_k], ascending per token
+  const int32_t* ids = nullptr;    // [T, top_k], ascending per token; -1 is nobody's
   const float* weights = nullptr;  // [T, top_k]
   int32_t top_k = 0;
   const ExpertWeights* experts = nullptr;

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -57,6 +58,16 @@ struct HostExpert {
 // An ordered queue of device work. The CPU backend runs everything at once and ignores it.
 using Stream = void*;
 
+// A point in a stream. Null on the CPU, where everything has happened when a call returns.
+using Event = void*;
+
+// Device work that was recorded once and can be launched again and again, on the memory it was recorded with.
+class CapturedWork {
+ public:
+  virtual ~CapturedWork() = default;
+  size_t nodes = 0;  // kernels and copies
+};
+
 // The only door between the model and the devices: one object per rank. Memory, weights, and the model's ops at the
 // grain that a fast kernel would fuse. Model code is written once above it.
 //
@@ -85,6 +96,25 @@ class Ops {
   virtual size_t TotalMemory() const = 0;  // bytes of the device (CPU: of the machine or its cgroup)
   virtual size_t FreeMemory() const = 0;
 
+  // --- points in a stream; owned by the caller ---
+  virtual Event MakeEvent() { return nullptr; }
+  virtual void FreeEvent(Event event) noexcept { static_cast<void>(event); }
+  virtual void RecordEvent(Event event, Stream stream) { static_cast<void>(event), static_cast<void>(stream); }
+  virtual void WaitEvent(Event event) { static_cast<void>(event); }  // the host waits; failed device work throws here
+  // Device time between two points that were waited for; 0 on the CPU.
+  virtual double Milliseconds(Event from, Event to) { return static_cast<void>(from), static_cast<void>(to), 0.0; }
+
+  // Names what is put on streams in between, for timeline tools. Nested; costs nothing without a tool.
+  virtual void BeginRange(const char* name) { static_cast<void>(name); }
+  virtual void EndRange() {}
+
+  // --- captured work ---
+  virtual bool can_capture() const { return false; }
+  // Records what `record` puts on the stream, without running it. It must not synchronize, allocate, or copy from or to
+  // host memory.
+  virtual std::unique_ptr<CapturedWork> Capture(const std::function<void()>& record, Stream stream);
+  virtual void Launch(const CapturedWork& work, Stream stream);
+
   // --- weights ---
   // Rows of all parts stacked: W = [parts[0]; parts[1]; ...], each [rows_i, in] BF16, F16 or F32.
   virtual std::unique_ptr<LinearWeight> MakeLinear(std::span<const HostTensor> parts) = 0;
@@ -106,6 +136,7 @@ class Ops {
   virtual size_t SampleScratchBytes(int64_t rows, int64_t vocab) const = 0;
 
   // --- the model's ops; see op_params.h ---
+  virtual void BeginStep(const BeginStepParams& params, Stream stream) = 0;
   virtual void Embed(const EmbedParams& params, Stream stream) = 0;
   virtual void Linear(const LinearParams& params, Stream stream) = 0;
   virtual void GatherRows(const GatherRowsParams& params, Stream stream) = 0;

@@ -117,20 +117,22 @@ absl::Status EngineHost::OpenDevice(const ServerConfig& config) {
     return absl::InvalidArgumentError(
         absl::StrCat("--moe-routing ", config.moe_routing, ": this build routes exactly only"));
   }
-  if (config.profile_steps.has_value()) {
-    return absl::InvalidArgumentError("--profile-steps: this build has no step profile");
-  }
   if (is_cpu) {
     CpuOptions options;
     options.threads = static_cast<int>(config.threads.value_or(0));
     ops_ = MakeCpuOps(options);
-    return absl::OkStatus();
+  } else {
+    CudaOptions options;
+    options.device = config.gpus.empty() ? 0 : config.gpus.front();
+    options.compute_dtype = config.compute_dtype == "fp32" ? DType::kF32 : DType::kBF16;
+    options.batch_invariant = config.batch_invariant;
+    ops_ = MakeCudaOps(options);
   }
-  CudaOptions options;
-  options.device = config.gpus.empty() ? 0 : config.gpus.front();
-  options.compute_dtype = config.compute_dtype == "fp32" ? DType::kF32 : DType::kBF16;
-  options.batch_invariant = config.batch_invariant;
-  ops_ = MakeCudaOps(options);
+  if (config.profile_steps.has_value()) {
+    auto profiled = std::make_unique<ProfiledOps>(std::move(ops_));
+    profile_ = profiled.get();
+    ops_ = std::move(profiled);
+  }
   return absl::OkStatus();
 }
 
@@ -214,9 +216,25 @@ absl::Status EngineHost::StartEngine(const ServerConfig& config, EngineObserver*
     spdlog::info("--max-model-len is {}: what one sequence can use of the pools; the model's own limit is {}",
                  plan.max_model_len, loaded_->config.max_position_embeddings);
   }
-  absl::StatusOr<std::unique_ptr<Executor>> executor = Executor::Create(*model_, *ops_, plan.bounds, plan.geometry);
+  ExecutorOptions options;
+  if (!ops_->is_cpu()) options.decode_sizes = Executor::DecodeSizes(plan.bounds.sequences);
+  options.profile = profile_;
+  options.on_profile = [](const ProfiledOps& profile) { spdlog::info("profile: {}", profile.Result().Text()); };
+  absl::StatusOr<std::unique_ptr<Executor>> executor =
+      Executor::Create(*model_, *ops_, plan.bounds, plan.geometry, std::move(options));
   if (!executor.ok()) return executor.status();
   executor_ = *std::move(executor);
+  if (!ops_->is_cpu()) {
+    absl::StatusOr<WarmUpReport> warm_up = executor_->WarmUp();
+    if (!warm_up.ok()) {
+      failure->exit_code = kExitDeviceFault;
+      return warm_up.status();
+    }
+    spdlog::info(
+        "warm-up: {} decode graphs of {} to {} sequences with {} operations in {:.2f} s, {} MiB of device memory",
+        warm_up->graphs, warm_up->smallest, warm_up->largest, warm_up->nodes, warm_up->seconds, warm_up->bytes >> 20);
+  }
+  if (profile_ != nullptr) profile_->Start(*config.profile_steps);
 
   EngineConfig engine;
   engine.vocab_size = static_cast<int32_t>(loaded_->config.vocab_size);

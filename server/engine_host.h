@@ -45,6 +45,7 @@ class EngineHost {
 
   MemoryPlan plan_;
   std::unique_ptr<Ops> ops_;
+  ProfiledOps* profile_ = nullptr;  // ops_, when steps are to be profiled
   std::unique_ptr<LoadedModel> loaded_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<Executor> executor_;

@@ -173,9 +173,9 @@ void CacheManager::Publish(const PrefixKey& key, int32_t pages, uint64_t publish
     }
     ++lease->published;
   }
-  // Every snapshot lies within what was computed, hence within what was just published.
+  // Every snapshot that was taken lies within what was computed, hence within what was just published.
   for (const PendingSnapshot& snapshot : lease->snapshots) {
-    K3_CHECK(snapshot.taken);
+    if (!snapshot.taken) continue;  // of a step that is still running
     const int32_t index = snapshot.position / page_size_ - 1;
     K3_CHECK(index < lease->published || lease->unpublishable);
     const PageId holder = index < lease->published ? lease->pages[static_cast<size_t>(index)] : PageId{};
@@ -186,7 +186,7 @@ void CacheManager::Publish(const PrefixKey& key, int32_t pages, uint64_t publish
       states_.Release(snapshot.slot);
     }
   }
-  lease->snapshots.clear();
+  std::erase_if(lease->snapshots, [](const PendingSnapshot& snapshot) { return snapshot.taken; });
 }
 
 void CacheManager::StepDone() {
@@ -194,8 +194,8 @@ void CacheManager::StepDone() {
   pinned_.clear();
 }
 
-void CacheManager::SnapshotsTaken(CacheLease* lease) {
-  for (PendingSnapshot& snapshot : lease->snapshots) snapshot.taken = true;
+void CacheManager::SnapshotsTaken(CacheLease* lease, int32_t computed) {
+  for (PendingSnapshot& snapshot : lease->snapshots) snapshot.taken |= snapshot.position <= computed;
 }
 
 void CacheManager::Release(CacheLease* lease) {

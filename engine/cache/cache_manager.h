@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -84,9 +85,11 @@ class CacheManager {
   // Links pages [published, pages) into the cache, with the snapshots that lie there. A page that is already cached is
   // taken over and the own copy freed. `publisher` is the request.
   void Publish(const PrefixKey& key, int32_t pages, uint64_t publisher, CacheLease* lease);
-  // The step has run: its restores are over and its snapshots written.
+  // The step has run: its restores are over and its snapshots written. What was pinned for a step planned since is let
+  // go too: from now on it can only be overwritten by steps that run after that one.
   void StepDone();
-  void SnapshotsTaken(CacheLease* lease);
+  // Those at positions up to `computed`.
+  void SnapshotsTaken(CacheLease* lease, int32_t computed = std::numeric_limits<int32_t>::max());
 
   void Release(CacheLease* lease);
   // Releases a lease whose contents are not to be trusted: everything that `publisher` put into the cache on its path

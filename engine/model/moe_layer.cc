@@ -26,6 +26,7 @@ void RunMoeLayer(const LayerContext& context, const MoeWeights& weights, int32_t
   router.biased_weights = config.biased_router_weights;
   router.scale = config.routed_scaling_factor;
   router.forced_ids = context.probe != nullptr ? context.probe->ForcedIds(moe_layer) : nullptr;
+  router.live_tokens = context.batch.live_tokens;
   router.ids = ws.expert_ids;
   router.weights = ws.expert_weights;
   ops.RouterTopK(router, context.stream);

@@ -72,6 +72,7 @@ class CpuOps final : public Ops {
   size_t MoeScratchBytes(int64_t tokens, int32_t top_k, int32_t experts, int64_t in, int64_t inner) const override;
   size_t SampleScratchBytes(int64_t rows, int64_t vocab) const override;
 
+  void BeginStep(const BeginStepParams& params, Stream stream) override;
   void Embed(const EmbedParams& params, Stream stream) override;
   void Linear(const LinearParams& params, Stream stream) override;
   void GatherRows(const GatherRowsParams& params, Stream stream) override;
@@ -128,6 +129,7 @@ class CpuOps final : public Ops {
   ThreadPool pool_;
   std::vector<std::vector<float>> thread_floats_;  // [threads]
   std::map<const float*, std::vector<float>> transposed_taps_;
+  std::vector<float> no_history_;  // zeros: convolution inputs of padding
   std::mutex vectors_mutex_;
   std::set<const void*> vectors_;  // guarded by vectors_mutex_; what MakeVector and MakeTable allocated
 };

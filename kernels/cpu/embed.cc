@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -40,6 +41,21 @@ MatrixView CpuOps::MakeTable(const HostTensor& table) {
   const std::lock_guard<std::mutex> lock(vectors_mutex_);
   vectors_.insert(copy);
   return {copy, table.dtype, rows, cols, cols};
+}
+
+void CpuOps::BeginStep(const BeginStepParams& p, Stream) {
+  for (int64_t t = 0; t < p.num_tokens; ++t) {
+    if (p.tokens[t] >= 0) continue;
+    CheckPointer("BeginStep", "drawn", p.drawn);
+    p.tokens[t] = std::max(0, p.drawn[-1 - int64_t{p.tokens[t]}]);
+  }
+  if (p.packed_table == nullptr) return;
+  const int64_t stride = *p.packed_stride;
+  CheckTrue(stride >= 0 && stride <= p.table_stride, "BeginStep",
+            "packed_stride " + std::to_string(stride) + " is above table_stride " + std::to_string(p.table_stride));
+  for (int64_t s = 0; s < p.sequences; ++s) {
+    std::copy_n(p.packed_table + s * stride, stride, p.table + s * p.table_stride);
+  }
 }
 
 void CpuOps::Embed(const EmbedParams& p, Stream) {

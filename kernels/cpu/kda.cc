@@ -88,8 +88,12 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
   const auto conv_slot = [&](int32_t slot) {
     return reinterpret_cast<float*>(static_cast<char*>(p.conv_state) + slot * p.slot_stride);
   };
+  // Padding has no memory and starts from zero.
+  const size_t history_floats = static_cast<size_t>((p.conv_width - 1) * channels);
+  if (no_history_.size() < history_floats) no_history_.assign(history_floats, 0.0f);
   const auto conv_history = [&](int64_t sequence) {
-    return ConvHistory(conv_slot(batch.state_slot[sequence]),
+    const int32_t slot = batch.state_slot[sequence];
+    return ConvHistory(slot >= 0 ? conv_slot(slot) : no_history_.data(),
                        p.qkv.as<float>() + batch.token_begin[sequence] * p.qkv.ld, p.qkv.ld, channels, p.conv_width);
   };
 
@@ -149,7 +153,7 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
                for (; snapshot != snapshot_end && *snapshot < end; ++snapshot) {
                  StoreConvState(rows, *snapshot + 1 - begin, channels, p.conv_width, conv_slot(slot_of(snapshot)));
                }
-               StoreConvState(rows, end - begin, channels, p.conv_width, conv_slot(live));
+               if (live >= 0) StoreConvState(rows, end - begin, channels, p.conv_width, conv_slot(live));
                return;
              }
 
@@ -160,13 +164,17 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
              args.columns = static_cast<int>(std::min<int64_t>(kKdaSlice, d - column));
              args.state_dtype = p.state_dtype;
              const int64_t row_bytes = args.columns * element;
-             char* const slice = state_slot(live) + slice_offset;
+             char* const slice = live >= 0 ? state_slot(live) + slice_offset : nullptr;
              // A longer run works on a copy without gaps: in the slot the rows of a slice fill half of the cache's
              // sets.
-             const bool copy = end - begin >= kCopyTokens && d > kKdaSlice;
+             const bool copy = slice == nullptr || (end - begin >= kCopyTokens && d > kKdaSlice);
              if (copy) {
                args.state = ThreadFloats(thread, d * kKdaSlice);
                args.row_stride = args.columns;
+             }
+             if (slice == nullptr) {
+               std::memset(args.state, 0, static_cast<size_t>(d * row_bytes));
+             } else if (copy) {
                CopyRows(static_cast<char*>(args.state), row_bytes, slice, d * element, d, row_bytes);
              } else {
                args.state = slice;
@@ -188,7 +196,8 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
                           args.row_stride * element, d, row_bytes);
                }
              }
-             if (copy) CopyRows(slice, d * element, static_cast<char*>(args.state), row_bytes, d, row_bytes);
+             if (copy && slice != nullptr)
+               CopyRows(slice, d * element, static_cast<char*>(args.state), row_bytes, d, row_bytes);
            });
 
   // 3. Gated RMSNorm over the head.

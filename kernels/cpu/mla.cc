@@ -17,6 +17,10 @@ namespace {
 constexpr int kTileRows = 16;    // (token, head) rows that walk the cache together
 constexpr int kWaveBlocks = 32;  // blocks whose partial results are kept at once when a tile is split over threads
 
+// What padding, whose pages are -1, attends to.
+constexpr int64_t kMostLine = 16384;  // elements
+alignas(64) constexpr float kNoLine[kMostLine] = {};
+
 struct MlaShape {
   int64_t tokens, heads, latent, rope, nope, value;
   int64_t line() const { return latent + rope; }
@@ -160,6 +164,7 @@ class TileAttention {
   const void* Line(int64_t position) const {
     const int32_t page =
         p_.batch->page_table[tile_.sequence * p_.batch->page_table_stride + position / p_.pages.page_size];
+    if (page < 0) return kNoLine;
     return static_cast<const char*>(p_.pages.data) + page * p_.pages.page_stride +
            position % p_.pages.page_size * line_ * static_cast<int64_t>(SizeOf(p_.pages.dtype));
   }
@@ -176,6 +181,8 @@ void CheckPages(const char* op, const MlaPages& pages, int64_t line, const Seque
   CheckPointer(op, "pages.data", pages.data);
   CheckTrue(pages.dtype == DType::kF32 || pages.dtype == DType::kBF16, op,
             std::string("pages.dtype must be F32 or BF16, got ") + Name(pages.dtype));
+  CheckTrue(line <= kMostLine, op,
+            "a line has " + std::to_string(line) + " elements, at most " + std::to_string(kMostLine) + " are possible");
   CheckTrue(pages.page_size > 0, op, "page_size must be positive, got " + std::to_string(pages.page_size));
   const int64_t needed = pages.page_size * line * static_cast<int64_t>(SizeOf(pages.dtype));
   CheckTrue(
@@ -210,6 +217,7 @@ void CpuOps::MlaAppend(const MlaAppendParams& p, Stream) {
       const int64_t position = batch.position[t];
       const int32_t page =
           batch.page_table[batch.sequence_of_token[t] * batch.page_table_stride + position / p.pages.page_size];
+      if (page < 0) continue;
       char* target = static_cast<char*>(p.pages.data) + page * p.pages.page_stride +
                      position % p.pages.page_size * line * static_cast<int64_t>(SizeOf(p.pages.dtype));
       float* out = p.pages.dtype == DType::kF32 ? reinterpret_cast<float*>(target) : narrow;

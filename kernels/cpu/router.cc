@@ -75,6 +75,11 @@ void CpuOps::RouterTopK(const RouterTopKParams& p, Stream) {
     bool* taken = reinterpret_cast<bool*>(group_scores + p.experts);
     bool* group_taken = taken + p.experts;
     for (int64_t t = begin; t < end; ++t) {
+      if (p.live_tokens != nullptr && t >= *p.live_tokens) {
+        std::fill_n(p.ids + t * p.top_k, p.top_k, -1);
+        std::fill_n(p.weights + t * p.top_k, p.top_k, 0.0f);
+        continue;
+      }
       const float* logits = p.logits + t * p.experts;
       if (p.score == RouterScore::kSigmoid) {
         kernels_.sigmoid(logits, p.experts, scores);

@@ -1,5 +1,7 @@
 #include "kernels/cuda/cuda_ops.h"
 
+#include <nvtx3/nvToolsExt.h>
+
 #include <algorithm>
 
 #include "kernels/cuda/op_table.h"
@@ -41,6 +43,15 @@ void RequireCapability(int ordinal, const cudaDeviceProp& properties) {
                     " (H100, H200), found " + std::to_string(properties.major) + "." +
                     std::to_string(properties.minor) + " (" + properties.name + ")");
 }
+
+struct CudaGraph final : CapturedWork {
+  ~CudaGraph() override {
+    if (executable != nullptr) cudaGraphExecDestroy(executable);
+    if (graph != nullptr) cudaGraphDestroy(graph);
+  }
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+};
 
 }  // namespace
 
@@ -124,6 +135,56 @@ void CudaOps::Fill(void* device, uint8_t byte, size_t bytes, Stream stream) {
 
 void CudaOps::Synchronize(Stream stream) { K3_CUDA(cudaStreamSynchronize(Queue(stream))); }
 
+Event CudaOps::MakeEvent() {
+  K3_CUDA(cudaSetDevice(device_.ordinal));
+  cudaEvent_t event;
+  K3_CUDA(cudaEventCreate(&event));
+  return event;
+}
+
+void CudaOps::FreeEvent(Event event) noexcept { cudaEventDestroy(static_cast<cudaEvent_t>(event)); }
+
+void CudaOps::RecordEvent(Event event, Stream stream) {
+  K3_CUDA(cudaEventRecord(static_cast<cudaEvent_t>(event), Queue(stream)));
+}
+
+void CudaOps::WaitEvent(Event event) { K3_CUDA(cudaEventSynchronize(static_cast<cudaEvent_t>(event))); }
+
+double CudaOps::Milliseconds(Event from, Event to) {
+  float milliseconds = 0;
+  K3_CUDA(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(from), static_cast<cudaEvent_t>(to)));
+  return milliseconds;
+}
+
+void CudaOps::BeginRange(const char* name) { nvtxRangePushA(name); }
+
+void CudaOps::EndRange() { nvtxRangePop(); }
+
+std::unique_ptr<CapturedWork> CudaOps::Capture(const std::function<void()>& record, Stream stream) {
+  auto work = std::make_unique<CudaGraph>();
+  const cudaStream_t queue = Queue(stream);
+  // Loads may allocate on other threads meanwhile; only this thread's calls belong to the graph.
+  K3_CUDA(cudaStreamBeginCapture(queue, cudaStreamCaptureModeThreadLocal));
+  try {
+    record();
+  } catch (...) {
+    cudaGraph_t broken = nullptr;
+    cudaStreamEndCapture(queue, &broken);
+    if (broken != nullptr) cudaGraphDestroy(broken);
+    cudaGetLastError();
+    throw;
+  }
+  K3_CUDA(cudaStreamEndCapture(queue, &work->graph));
+  K3_CUDA(cudaGraphGetNodes(work->graph, nullptr, &work->nodes));
+  K3_CUDA(cudaGraphInstantiate(&work->executable, work->graph, 0));
+  K3_CUDA(cudaGraphUpload(work->executable, queue));
+  return work;
+}
+
+void CudaOps::Launch(const CapturedWork& work, Stream stream) {
+  K3_CUDA(cudaGraphLaunch(static_cast<const CudaGraph&>(work).executable, Queue(stream)));
+}
+
 size_t CudaOps::TotalMemory() const {
   size_t free = 0, total = 0;
   K3_CUDA(cudaSetDevice(device_.ordinal));
@@ -198,6 +259,9 @@ void CudaOps::MoeExperts(const MoeExpertsParams& params, Stream stream) {
   cuda::MoeExperts(device_, params, Queue(stream));
 }
 
+void CudaOps::BeginStep(const BeginStepParams& params, Stream stream) {
+  cuda::BeginStep(device_, params, Queue(stream));
+}
 void CudaOps::Embed(const EmbedParams& params, Stream stream) { cuda::Embed(device_, params, Queue(stream)); }
 void CudaOps::Linear(const LinearParams& params, Stream stream) { cuda::Linear(device_, params, Queue(stream)); }
 void CudaOps::GatherRows(const GatherRowsParams& params, Stream stream) {

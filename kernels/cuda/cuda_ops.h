@@ -37,6 +37,17 @@ class CudaOps final : public Ops {
   size_t TotalMemory() const override;
   size_t FreeMemory() const override;
 
+  Event MakeEvent() override;
+  void FreeEvent(Event event) noexcept override;
+  void RecordEvent(Event event, Stream stream) override;
+  void WaitEvent(Event event) override;
+  double Milliseconds(Event from, Event to) override;
+  void BeginRange(const char* name) override;
+  void EndRange() override;
+  bool can_capture() const override { return true; }
+  std::unique_ptr<CapturedWork> Capture(const std::function<void()>& record, Stream stream) override;
+  void Launch(const CapturedWork& work, Stream stream) override;
+
   std::unique_ptr<LinearWeight> MakeLinear(std::span<const HostTensor> parts) override;
   std::unique_ptr<ExpertWeights> MakeExperts(int32_t first, std::span<const HostExpert> experts) override;
   std::unique_ptr<LatentProjection> MakeLatentProjection(const HostTensor& kv_b, int32_t heads, int32_t nope_dim,
@@ -51,6 +62,7 @@ class CudaOps final : public Ops {
   size_t MoeScratchBytes(int64_t tokens, int32_t top_k, int32_t experts, int64_t in, int64_t inner) const override;
   size_t SampleScratchBytes(int64_t rows, int64_t vocab) const override;
 
+  void BeginStep(const BeginStepParams& params, Stream stream) override;
   void Embed(const EmbedParams& params, Stream stream) override;
   void Linear(const LinearParams& params, Stream stream) override;
   void GatherRows(const GatherRowsParams& params, Stream stream) override;

@@ -11,6 +11,7 @@
 // synchronizes or allocates, so all may run under graph capture.
 namespace k3::cuda {
 
+void BeginStep(const Device& device, const BeginStepParams& params, cudaStream_t queue);
 void Embed(const Device& device, const EmbedParams& params, cudaStream_t queue);
 std::unique_ptr<LinearWeight> MakeLinear(const Device& device, Uploader& uploader, std::span<const HostTensor> parts);
 void Linear(const Device& device, const LinearParams& params, cudaStream_t queue);

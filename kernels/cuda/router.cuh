@@ -28,6 +28,13 @@ __global__ void RouterTopKKernel(RouterTopKParams p) {
   const int warp = threadIdx.x / 32;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kRouterWarps + warp;
   if (token >= p.tokens) return;
+  if (p.live_tokens != nullptr && token >= *p.live_tokens) {
+    if (lane < p.top_k) {
+      p.ids[token * p.top_k + lane] = -1;
+      p.weights[token * p.top_k + lane] = 0;
+    }
+    return;
+  }
   float* score = DynamicShared<float>() + warp * 2 * p.experts;    // [experts]
   uint32_t* key = reinterpret_cast<uint32_t*>(score + p.experts);  // [experts]
   const float* logits = p.logits + token * p.experts;

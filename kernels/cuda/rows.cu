@@ -18,6 +18,19 @@ void CopyRows(const MatrixView& from, const int32_t* index, const MatrixView& ou
 
 }  // namespace
 
+void BeginStep(const Device&, const BeginStepParams& params, cudaStream_t queue) {
+  K3_REQUIRE(params.num_tokens == 0 || params.tokens != nullptr, "tokens is null");
+  K3_REQUIRE(params.packed_table == nullptr || (params.packed_stride != nullptr && params.table != nullptr),
+             "packed_stride or table is null");
+  // The stride is not known here: enough blocks for a long context, few enough to cost nothing.
+  const int64_t work = std::max(params.num_tokens, params.packed_table != nullptr ? params.sequences * 128 : 0);
+  if (work == 0) return;
+  LaunchShape shape;
+  shape.block = dim3(256);
+  shape.grid = dim3(static_cast<unsigned>(std::min<int64_t>(CeilDiv(work, 256), 128)));
+  Launch(&BeginStepKernel, shape, queue, "BeginStep", params);
+}
+
 void Embed(const Device& device, const EmbedParams& params, cudaStream_t queue) {
   const MatrixView& table = params.table;
   const MatrixView& out = params.out;

@@ -18,4 +18,19 @@ __global__ void CopyRowsKernel(Matrix<const From> from, const int32_t* __restric
   }
 }
 
+// See BeginStepParams.
+__global__ void BeginStepKernel(BeginStepParams p) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t t = first; t < p.num_tokens; t += step) {
+    const int token = p.tokens[t];
+    if (token < 0) p.tokens[t] = max(0, p.drawn[-1 - token]);
+  }
+  if (p.packed_table == nullptr) return;
+  const int64_t stride = *p.packed_stride;
+  for (int64_t i = first; i < p.sequences * stride; i += step) {
+    p.table[i / stride * p.table_stride + i % stride] = p.packed_table[i];
+  }
+}
+
 }  // namespace k3::cuda

@@ -79,8 +79,8 @@ EngineConfig EngineHarness::Complete(TestModel& model, EngineConfig config) {
   return config;
 }
 
-EngineHarness::EngineHarness(TestModel& model, EngineConfig config)
-    : model_(model), config_(Complete(model, std::move(config))), scheduler_(config_) {
+EngineHarness::EngineHarness(TestModel& model, EngineConfig config, StepMode mode)
+    : model_(model), mode_(std::move(mode)), config_(Complete(model, std::move(config))), scheduler_(config_) {
   CacheGeometry geometry;
   geometry.pages = config_.latent_pages;
   geometry.page_size = config_.page_size;
@@ -89,7 +89,7 @@ EngineHarness::EngineHarness(TestModel& model, EngineConfig config)
                           .sequences = std::min(config_.max_num_seqs, config_.state_slots),
                           .logits_rows = 8,
                           .context = config_.max_model_len};
-  auto executor = Executor::Create(model.model(), model.ops(), bounds, geometry);
+  auto executor = Executor::Create(model.model(), model.ops(), bounds, geometry, {.decode_sizes = mode_.decode_sizes});
   K3_CHECK(executor.ok());
   executor_ = *std::move(executor);
 }
@@ -144,18 +144,35 @@ void EngineHarness::PoisonFree() {
 }
 
 bool EngineHarness::Step() {
+  if (submitted_ > committed_ && !scheduler_.CanPlanAhead()) Commit();
   if (poison) PoisonFree();
-  if (!scheduler_.PlanStep(Clock::now(), &plan_)) return false;
-  K3_CHECK(plan_.ranks[0].num_tokens() <= config_.max_num_batched_tokens);
-  if (before_run) before_run(plan_);
-  const absl::Status status = executor_->Run(plan_, &result_);
+  StepPlan& plan = plans_[submitted_ % 2];
+  if (!scheduler_.PlanStep(Clock::now(), &plan)) {
+    if (submitted_ == committed_) return false;
+    Commit();
+    return true;
+  }
+  K3_CHECK(plan.ranks[0].num_tokens() <= config_.max_num_batched_tokens);
+  if (before_run) before_run(plan);
+  const absl::Status status = executor_->Submit(plan);
   K3_CHECK(status.ok());
-  if (after_run) after_run(plan_, &result_);
-  scheduler_.CommitStep(plan_, result_, Clock::now());
+  steps_ahead += submitted_ > committed_;
+  ++submitted_;
+  if (submitted_ - committed_ > 1) Commit();
+  if (!mode_.plan_ahead || !scheduler_.CanPlanAhead()) Commit();
+  return true;
+}
+
+void EngineHarness::Commit() {
+  const StepPlan& plan = plans_[committed_ % 2];
+  const absl::Status status = executor_->Wait(&result_);
+  K3_CHECK(status.ok());
+  if (after_run) after_run(plan, &result_);
+  ++committed_;
+  scheduler_.CommitStep(plan, result_, Clock::now());
   std::vector<Scheduler::Scrub> scrubs;
   if (scheduler_.TakeScrub(&scrubs)) executor_->Scrub(0, scrubs[0].pages, scrubs[0].slots);
   scheduler_.CheckInvariants();
-  return true;
 }
 
 void EngineHarness::RunAll(int max_steps) {

@@ -67,12 +67,18 @@ struct TestRequest {
   bool bypass_prefix_cache = false;
 };
 
+// How steps are run; must not change any answer.
+struct StepMode {
+  bool plan_ahead = false;            // wherever the scheduler allows it
+  std::vector<int32_t> decode_sizes;  // decode steps are padded to these
+};
+
 // A scheduler and a real executor, driven step by step on the caller's thread. Before each step every free page and
 // slot is filled with 0xFF (NaN), and after each the invariants are checked.
 class EngineHarness {
  public:
   // `config` needs the policy and pool fields only; what follows from the model is filled in.
-  EngineHarness(TestModel& model, EngineConfig config);
+  EngineHarness(TestModel& model, EngineConfig config, StepMode mode = {});
 
   RequestId Submit(const TestRequest& request);
   void Cancel(RequestId id);
@@ -91,17 +97,23 @@ class EngineHarness {
   // Between running and committing, e.g. to force tokens.
   std::function<void(const StepPlan&, StepResult*)> after_run;
   bool poison = true;
+  int64_t steps_ahead = 0;
 
   static EngineConfig Complete(TestModel& model, EngineConfig config);
 
  private:
   void PoisonFree();
+  // Waits for the oldest submitted step and commits it.
+  void Commit();
 
   TestModel& model_;
+  const StepMode mode_;
   EngineConfig config_;
   Scheduler scheduler_;
   std::unique_ptr<Executor> executor_;
-  StepPlan plan_;
+  StepPlan plans_[2];  // of step n in place n % 2
+  int64_t submitted_ = 0;
+  int64_t committed_ = 0;
   StepResult result_;
   std::vector<bool> pages_poisoned_;
   std::vector<bool> slots_poisoned_;

@@ -85,12 +85,14 @@ struct Totals {
   uint64_t hit_tokens = 0;
   uint64_t verified_hits = 0;
   int cancelled = 0;
+  int64_t steps_ahead = 0;
 };
 
-void RunSchedule(TestModel& model, uint64_t seed, std::map<std::string, Outcome>& alone, Totals& totals) {
+void RunSchedule(TestModel& model, uint64_t seed, const StepMode& mode, std::map<std::string, Outcome>& alone,
+                 Totals& totals) {
   SCOPED_TRACE("seed " + std::to_string(seed));
   Random random(seed);
-  EngineHarness harness(model, RandomConfig(random));
+  EngineHarness harness(model, RandomConfig(random), mode);
   struct Submitted {
     RequestId id;
     TestRequest request;
@@ -150,16 +152,17 @@ void RunSchedule(TestModel& model, uint64_t seed, std::map<std::string, Outcome>
   totals.preemptions += load.preemptions;
   totals.hit_tokens += load.prefix_hit_tokens;
   totals.verified_hits += load.verified_hits;
+  totals.steps_ahead += harness.steps_ahead;
 }
 
-TEST(EquivalenceTest, RandomSchedules) {
+Totals RunSchedules(const StepMode& mode, int64_t schedules) {
   const std::unique_ptr<TestModel> model = TestModel::Micro();
   std::map<std::string, Outcome> alone;
   Totals totals;
   const uint64_t first = static_cast<uint64_t>(EnvOr("K3_EQUIVALENCE_SEED", 1));
-  const int64_t schedules = EnvOr("K3_EQUIVALENCE_SCHEDULES", 400);
+  schedules = EnvOr("K3_EQUIVALENCE_SCHEDULES", schedules);
   for (uint64_t seed = first; seed < first + static_cast<uint64_t>(schedules); ++seed) {
-    RunSchedule(*model, seed, alone, totals);
+    RunSchedule(*model, seed, mode, alone, totals);
     if (HasFatalFailure() || HasNonfatalFailure()) break;
   }
   // The schedules must really have met what they are for.
@@ -167,6 +170,14 @@ TEST(EquivalenceTest, RandomSchedules) {
   EXPECT_GT(totals.hit_tokens, static_cast<uint64_t>(schedules));
   EXPECT_GT(totals.verified_hits, 0u);
   EXPECT_GT(totals.cancelled, 0);
+  return totals;
+}
+
+TEST(EquivalenceTest, RandomSchedules) { EXPECT_EQ(RunSchedules({}, 400).steps_ahead, 0); }
+
+// Steps planned while one is in flight, fed with tokens that only the device knows, decodes padded to fixed sizes.
+TEST(EquivalenceTest, RandomSchedulesPlannedAheadAndPadded) {
+  EXPECT_GT(RunSchedules({.plan_ahead = true, .decode_sizes = {1, 2, 4, 8}}, 200).steps_ahead, 1000);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <random>
 #include <thread>
 
+#include "tests/testing/delayed_runner.h"
 #include "tests/testing/hash_model_runner.h"
 #include "tests/testing/recording_sink.h"
 #include "tests/testing/scheduler_harness.h"
@@ -13,6 +14,7 @@
 namespace k3 {
 namespace {
 
+using testing::DelayedRunner;
 using testing::ExpectedTokens;
 using testing::Greedy;
 using testing::HashModel;
@@ -36,7 +38,8 @@ SamplingParams Endless(int32_t tokens) {
   return sampling;
 }
 
-class EngineTest : public ::testing::Test {
+// With and without a runner that works on one step while the next is planned.
+class EngineTest : public ::testing::TestWithParam<bool> {
  protected:
   EngineTest() : config_(SchedulerHarness::SmallConfig()) {}
 
@@ -50,7 +53,12 @@ class EngineTest : public ::testing::Test {
       if (delay_ms_ > 0) std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms_));
       return step_hook_ ? step_hook_(plan) : absl::OkStatus();
     };
-    auto engine = Engine::Create(config_, *runner_, observer_);
+    StepRunner* runner = runner_.get();
+    if (GetParam()) {
+      delayed_ = std::make_unique<DelayedRunner>(*runner_);
+      runner = delayed_.get();
+    }
+    auto engine = Engine::Create(config_, *runner, observer_);
     ASSERT_TRUE(engine.ok()) << engine.status().ToString();
     engine_ = *std::move(engine);
   }
@@ -88,6 +96,7 @@ class EngineTest : public ::testing::Test {
   EngineObserver* observer_ = nullptr;
   std::unique_ptr<HashModel> model_;
   std::unique_ptr<HashModelRunner> runner_;
+  std::unique_ptr<DelayedRunner> delayed_;
   std::atomic<bool> paused_{false}, release_{false};
   int delay_ms_ = 0;
   std::function<absl::Status(const StepPlan&)> step_hook_;
@@ -96,16 +105,19 @@ class EngineTest : public ::testing::Test {
   std::unique_ptr<Engine> engine_;  // last: its thread uses all of the above
 };
 
-TEST_F(EngineTest, AnswersAsTheModelAlone) {
+TEST_P(EngineTest, AnswersAsTheModelAlone) {
   Start();
   std::vector<Sent> sent;
   for (uint64_t i = 0; i < 30; ++i) sent.push_back(Send(RandomPrompt(1 + i * 9, i), Endless(20)));
   for (const Sent& one : sent) ExpectAlone(one);
   EXPECT_TRUE(BecomesIdle());
   EXPECT_EQ(engine_->Load().generated_tokens, 600u);
+  if (GetParam()) {
+    EXPECT_EQ(delayed_->most_in_flight(), 2);
+  }
 }
 
-TEST_F(EngineTest, ConfigurationIsChecked) {
+TEST_P(EngineTest, ConfigurationIsChecked) {
   HashModel model(50);
   EngineConfig resolved = config_;
   ASSERT_TRUE(resolved.Resolve().ok());
@@ -116,7 +128,7 @@ TEST_F(EngineTest, ConfigurationIsChecked) {
   EXPECT_EQ(Engine::Create(config_, runner).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
-TEST_F(EngineTest, FullQueueIsRefusedWithARetryHint) {
+TEST_P(EngineTest, FullQueueIsRefusedWithARetryHint) {
   config_.max_queue = 3;
   config_.max_num_seqs = 1;
   paused_ = true;
@@ -136,7 +148,7 @@ TEST_F(EngineTest, FullQueueIsRefusedWithARetryHint) {
   EXPECT_EQ(sink->finals(), 0);  // a refused request's sink is never called
 }
 
-TEST_F(EngineTest, UnreachableDeadlineIsRefusedAtOnce) {
+TEST_P(EngineTest, UnreachableDeadlineIsRefusedAtOnce) {
   delay_ms_ = 20;
   config_.max_num_batched_tokens = 64;
   config_.prefill_chunk = 32;
@@ -156,7 +168,7 @@ TEST_F(EngineTest, UnreachableDeadlineIsRefusedAtOnce) {
   EXPECT_TRUE(submit(100, std::chrono::seconds(60)).ok());
 }
 
-TEST_F(EngineTest, DeadlinesPassInTheQueueAndInDecode) {
+TEST_P(EngineTest, DeadlinesPassInTheQueueAndInDecode) {
   delay_ms_ = 5;
   config_.max_num_seqs = 1;
   Start();
@@ -178,7 +190,7 @@ TEST_F(EngineTest, DeadlinesPassInTheQueueAndInDecode) {
   EXPECT_TRUE(BecomesIdle());
 }
 
-TEST_F(EngineTest, CancelInEveryPhase) {
+TEST_P(EngineTest, CancelInEveryPhase) {
   Start();
   std::mt19937 random(1);
   std::vector<Sent> sent;
@@ -199,7 +211,7 @@ TEST_F(EngineTest, CancelInEveryPhase) {
   ExpectAlone(Send(RandomPrompt(100, 5), Endless(20)));
 }
 
-TEST_F(EngineTest, GaugesFollowABurstOfCancels) {
+TEST_P(EngineTest, GaugesFollowABurstOfCancels) {
   config_.max_num_seqs = 8;
   delay_ms_ = 1;
   Start();
@@ -221,7 +233,7 @@ TEST_F(EngineTest, GaugesFollowABurstOfCancels) {
   EXPECT_EQ(engine_->Load().prompt_tokens, 40u * 20u);
 }
 
-TEST_F(EngineTest, StopChoiceEndsItAsStopped) {
+TEST_P(EngineTest, StopChoiceEndsItAsStopped) {
   delay_ms_ = 1;
   Start();
   const Sent one = Send(RandomPrompt(20, 1), Endless(3000));
@@ -248,7 +260,7 @@ class CancellingSink : public RecordingSink {
   std::atomic<RequestId> id{0};
 };
 
-TEST_F(EngineTest, ASinkMayCancelFromItsCallback) {
+TEST_P(EngineTest, ASinkMayCancelFromItsCallback) {
   delay_ms_ = 2;
   Start();
   auto sink = std::make_shared<CancellingSink>();
@@ -289,7 +301,7 @@ class ThrowingSink : public RecordingSink {
   int where_;
 };
 
-TEST_F(EngineTest, AThrowingSinkHarmsNobodyElse) {
+TEST_P(EngineTest, AThrowingSinkHarmsNobodyElse) {
   Start();
   std::vector<std::shared_ptr<ThrowingSink>> bad;
   std::vector<Sent> good;
@@ -313,7 +325,7 @@ class SlowSink : public RecordingSink {
   }
 };
 
-TEST_F(EngineTest, ASlowSinkDelaysButBreaksNothing) {
+TEST_P(EngineTest, ASlowSinkDelaysButBreaksNothing) {
   Start();
   auto slow = std::make_shared<SlowSink>();
   ASSERT_TRUE(engine_->Submit(MakeRequest(RandomPrompt(20, 9), Endless(20), slow)).ok());
@@ -341,7 +353,7 @@ class BadConstraint : public TokenConstraint {
   bool in_fill_, throws_;
 };
 
-TEST_F(EngineTest, AFailingConstraintEndsItsOwnRequest) {
+TEST_P(EngineTest, AFailingConstraintEndsItsOwnRequest) {
   Start();
   const Sent good = Send(RandomPrompt(30, 1), Endless(40));
   for (bool in_fill : {false, true}) {
@@ -360,7 +372,7 @@ TEST_F(EngineTest, AFailingConstraintEndsItsOwnRequest) {
   EXPECT_TRUE(BecomesIdle());
 }
 
-TEST_F(EngineTest, AFailedStepEndsEverythingAndIsFinal) {
+TEST_P(EngineTest, AFailedStepEndsEverythingAndIsFinal) {
   for (bool throws : {false, true}) {
     std::atomic<int> steps{0};
     step_hook_ = [&](const StepPlan&) -> absl::Status {
@@ -387,7 +399,7 @@ TEST_F(EngineTest, AFailedStepEndsEverythingAndIsFinal) {
   }
 }
 
-TEST_F(EngineTest, DrainLetsRunningWorkFinish) {
+TEST_P(EngineTest, DrainLetsRunningWorkFinish) {
   delay_ms_ = 1;
   Start();
   std::vector<Sent> sent;
@@ -400,7 +412,7 @@ TEST_F(EngineTest, DrainLetsRunningWorkFinish) {
   EXPECT_TRUE(engine_->Drain(std::chrono::seconds(1)));  // nothing left
 }
 
-TEST_F(EngineTest, DrainCutsOffWhatTakesTooLong) {
+TEST_P(EngineTest, DrainCutsOffWhatTakesTooLong) {
   delay_ms_ = 5;
   Start();
   const Sent one = Send(RandomPrompt(20, 1), Endless(4000));
@@ -411,7 +423,7 @@ TEST_F(EngineTest, DrainCutsOffWhatTakesTooLong) {
   EXPECT_TRUE(BecomesIdle());
 }
 
-TEST_F(EngineTest, DestructionEndsLiveRequests) {
+TEST_P(EngineTest, DestructionEndsLiveRequests) {
   delay_ms_ = 2;
   Start();
   std::vector<Sent> sent;
@@ -423,7 +435,7 @@ TEST_F(EngineTest, DestructionEndsLiveRequests) {
   }
 }
 
-TEST_F(EngineTest, ABlockedStepShowsInTheLoad) {
+TEST_P(EngineTest, ABlockedStepShowsInTheLoad) {
   Start();
   EXPECT_EQ(engine_->Load().seconds_since_step, 0);
   paused_ = true;
@@ -436,7 +448,7 @@ TEST_F(EngineTest, ABlockedStepShowsInTheLoad) {
   EXPECT_EQ(engine_->Load().seconds_since_step, 0);
 }
 
-TEST_F(EngineTest, FlushEmptiesTheCache) {
+TEST_P(EngineTest, FlushEmptiesTheCache) {
   Start();
   ExpectAlone(Send(RandomPrompt(100, 1), Greedy(5)));
   EXPECT_TRUE(BecomesIdle());
@@ -464,7 +476,7 @@ class CountingObserver : public EngineObserver {
   std::atomic<int64_t> steps{0}, tokens{0}, finished{0}, completion{0}, rejected{0};
 };
 
-TEST_F(EngineTest, TheObserverSeesStepsAndEnds) {
+TEST_P(EngineTest, TheObserverSeesStepsAndEnds) {
   CountingObserver observer;
   observer_ = &observer;
   Start();
@@ -479,7 +491,7 @@ TEST_F(EngineTest, TheObserverSeesStepsAndEnds) {
   EXPECT_GT(observer.steps.load(), 10);
 }
 
-TEST_F(EngineTest, TenThousandRandomRequestsFromManyThreadsLeakNothing) {
+TEST_P(EngineTest, TenThousandRandomRequestsFromManyThreadsLeakNothing) {
   config_.latent_pages = 48;
   config_.max_model_len = 400;
   config_.max_num_seqs = 16;
@@ -532,6 +544,10 @@ TEST_F(EngineTest, TenThousandRandomRequestsFromManyThreadsLeakNothing) {
   EXPECT_EQ(engine_->Load().snapshots_used, 0);
   ExpectAlone(Send(RandomPrompt(100, 5), Endless(20)));
 }
+
+INSTANTIATE_TEST_SUITE_P(Runners, EngineTest, ::testing::Bool(), [](const ::testing::TestParamInfo<bool>& info) {
+  return info.param ? "Overlapped" : "OneByOne";
+});
 
 }  // namespace
 }  // namespace k3

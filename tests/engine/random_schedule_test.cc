@@ -48,12 +48,15 @@ class RollingConstraint : public TokenConstraint {
 
 struct Totals {
   uint64_t requests = 0, completed = 0, cut = 0, failed = 0, preemptions = 0, prefill_preemptions = 0, hits = 0,
-           partial_hits = 0, forks = 0, steps = 0, verified = 0;
+           partial_hits = 0, forks = 0, steps = 0, steps_ahead = 0, verified = 0;
 };
 
 class Schedule {
  public:
-  Schedule(uint64_t seed, Totals* totals) : random_(seed), totals_(*totals), harness_(RandomConfig()) {}
+  Schedule(uint64_t seed, bool plan_ahead, Totals* totals)
+      : random_(seed), totals_(*totals), harness_(RandomConfig()) {
+    harness_.plan_ahead = plan_ahead;
+  }
 
   void Run() {
     const int requests = Between(1, 16);
@@ -85,6 +88,7 @@ class Schedule {
       ASSERT_LT(++steps, 20000) << "livelock";
     }
     totals_.steps += static_cast<uint64_t>(steps);
+    totals_.steps_ahead += static_cast<uint64_t>(harness_.steps_ahead);
     int failures = 0;
     for (const Item& item : items_) {
       Check(item);
@@ -306,7 +310,7 @@ uint64_t EnvironmentNumber(const char* name, uint64_t fallback) {
   return text == nullptr ? fallback : std::strtoull(text, nullptr, 10);
 }
 
-TEST(RandomScheduleTest, SameAnswerAlways) {
+void RunSchedules(bool plan_ahead) {
   Totals totals;
   const uint64_t only = EnvironmentNumber("K3_SCHEDULE_SEED", 0);
   const uint64_t schedules = EnvironmentNumber("K3_SCHEDULES", 2000);
@@ -317,15 +321,15 @@ TEST(RandomScheduleTest, SameAnswerAlways) {
   for (uint64_t seed : seeds) {
     running_seed = seed;
     SCOPED_TRACE("K3_SCHEDULE_SEED=" + std::to_string(seed));
-    Schedule(seed, &totals).Run();
+    Schedule(seed, plan_ahead, &totals).Run();
     if (::testing::Test::HasFailure()) break;
   }
   std::signal(SIGABRT, before);
   std::printf(
       "requests %lu completed %lu cut %lu failed %lu preemptions %lu (in prefill %lu) hits %lu forks %lu steps %lu "
-      "verified %lu\n",
+      "(planned ahead %lu) verified %lu\n",
       totals.requests, totals.completed, totals.cut, totals.failed, totals.preemptions, totals.prefill_preemptions,
-      totals.hits, totals.forks, totals.steps, totals.verified);
+      totals.hits, totals.forks, totals.steps, totals.steps_ahead, totals.verified);
   if (only > 0 || schedules < 1000) return;
   // The schedules reach what they are meant to reach.
   EXPECT_GT(totals.preemptions, schedules / 4);
@@ -335,7 +339,15 @@ TEST(RandomScheduleTest, SameAnswerAlways) {
   EXPECT_GT(totals.failed, 0u);
   EXPECT_GT(totals.forks, schedules / 10);
   EXPECT_GT(totals.verified, 0u);
+  if (plan_ahead) {
+    EXPECT_GT(totals.steps_ahead, totals.steps / 3);
+  }
 }
+
+TEST(RandomScheduleTest, SameAnswerAlways) { RunSchedules(/*plan_ahead=*/false); }
+
+// The next step is planned while one is open, wherever that is allowed.
+TEST(RandomScheduleTest, SameAnswerPlannedAhead) { RunSchedules(/*plan_ahead=*/true); }
 
 }  // namespace
 }  // namespace k3

@@ -1,6 +1,8 @@
 #include "tests/testing/scheduler_harness.h"
 
+#include <algorithm>
 #include <random>
+#include <utility>
 
 #include "kernels/core/check.h"
 
@@ -63,17 +65,43 @@ SchedulerHarness::Handle SchedulerHarness::Submit(std::vector<int32_t> prompt, i
 }
 
 bool SchedulerHarness::Step(const std::function<void()>& in_flight) {
+  if (open_.has_value() && !scheduler.CanPlanAhead()) Commit();
   PoisonFree();
   if (!scheduler.PlanStep(now, &plan)) {
     scheduler.CheckInvariants();
-    return false;
+    if (!open_.has_value()) return false;
+    Commit();
+    return true;
   }
   CheckWrites();
-  const absl::Status status = runner.Run(plan, &result);
+  steps_ahead += open_.has_value();
+  StepPlan resolved = plan;
+  ResolveTokens(&resolved);
+  const absl::Status status = runner.Run(resolved, &result);
   K3_CHECK(status.ok());
   if (in_flight) in_flight();
   now += step_time;
-  scheduler.CommitStep(plan, result, now);
+  if (open_.has_value()) Commit();
+  open_ = plan;
+  open_result_ = result;
+  if (!plan_ahead || !scheduler.CanPlanAhead()) Commit();
+  return true;
+}
+
+void SchedulerHarness::ResolveTokens(StepPlan* step) const {
+  for (size_t r = 0; r < step->ranks.size(); ++r) {
+    for (int32_t& token : step->ranks[r].tokens) {
+      if (token >= 0) continue;
+      K3_CHECK(open_.has_value());
+      // A row without a token has failed; its sequence ends with the commit, whatever is computed for it here.
+      token = std::max(0, open_result_.ranks[r].token.at(static_cast<size_t>(RowOfToken(token))));
+    }
+  }
+}
+
+void SchedulerHarness::Commit() {
+  const StepPlan committed = *std::exchange(open_, std::nullopt);
+  scheduler.CommitStep(committed, open_result_, now);
   std::vector<Scheduler::Scrub> scrub;
   if (scheduler.TakeScrub(&scrub)) {
     for (size_t rank = 0; rank < scrub.size(); ++rank) {
@@ -81,7 +109,6 @@ bool SchedulerHarness::Step(const std::function<void()>& in_flight) {
     }
   }
   scheduler.CheckInvariants();
-  return true;
 }
 
 void SchedulerHarness::Run(int64_t most_steps) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/scheduler.h"
@@ -36,8 +37,10 @@ class SchedulerHarness {
   Handle Submit(std::vector<int32_t> prompt, int32_t max_new_tokens, const std::function<void(Request&)>& change = {});
   void Cancel(const Handle& handle) { scheduler.Cancel(handle.id, absl::CancelledError("cancelled"), now); }
 
-  // One step; false when there was nothing to run. `in_flight` runs between plan and commit.
+  // One step; false when there was nothing to do. `in_flight` runs between plan and commit. With `plan_ahead` the next
+  // step is planned before the open one is committed, wherever the scheduler allows it.
   bool Step(const std::function<void()>& in_flight = {});
+  bool plan_ahead = false;
   // Until nothing is left to do.
   void Run(int64_t most_steps = 100000);
   // The running sequence of a request's choice, for looking inside; null when it is not running in the last plan.
@@ -54,13 +57,20 @@ class SchedulerHarness {
   HashModelRunner runner;
   Scheduler scheduler;
   Clock::time_point now{std::chrono::seconds(1000)};
-  StepPlan plan;
+  StepPlan plan;  // the last one
   StepResult result;
+  int64_t steps_ahead = 0;
   Clock::duration step_time = std::chrono::milliseconds(10);
 
  private:
   void PoisonFree();
   void CheckWrites();
+  // Puts in what the step before has drawn.
+  void ResolveTokens(StepPlan* plan) const;
+  void Commit();
+
+  std::optional<StepPlan> open_;  // with plan_ahead: ran, not committed
+  StepResult open_result_;
   RequestId next_id_ = 1;
 };
 

@@ -146,6 +146,7 @@ class RecordingOps : public Ops {
   }
   size_t MoeScratchBytes(int64_t, int32_t, int32_t, int64_t, int64_t) const override { return 0; }
   size_t SampleScratchBytes(int64_t, int64_t) const override { return 0; }
+  void BeginStep(const BeginStepParams&, Stream) override { Unused(); }
   void Embed(const EmbedParams&, Stream) override { Unused(); }
   void Linear(const LinearParams&, Stream) override { Unused(); }
   void GatherRows(const GatherRowsParams&, Stream) override { Unused(); }

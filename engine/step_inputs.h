@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "engine/step.h"
+#include "kernels/op_params.h"
+
+namespace k3 {
+
+// A step's arrays in device memory, as the model and the sampler take them.
+struct DeviceInputs {
+  SequenceBatch batch;
+  int32_t* tokens = nullptr;
+  const int32_t* logits_row = nullptr;
+  const SampleRow* sample_rows = nullptr;
+  const LogitEdit* logit_edits = nullptr;
+  const uint32_t* allowed_mask = nullptr;
+  // Padded steps: the page table as it came, see BeginStepParams.
+  const int32_t* packed_table = nullptr;
+  const int32_t* packed_stride = nullptr;
+};
+
+// Bytes that Pack needs for `plan`.
+size_t PackedBytes(const RankPlan& plan);
+// Lays the arrays of a plan one behind the other in `host`, which is to be copied to `device` as a whole, and returns
+// their addresses there. The host copies of the batch are those of the plan.
+DeviceInputs Pack(const RankPlan& plan, void* host, void* device);
+
+// The inputs of a decode step of fixed size: one token a sequence and one drawn row each. All arrays lie at offsets
+// that depend on the size alone, so that captured work finds them; what varies (page table, edits, masks) comes behind.
+class PaddedInputs {
+ public:
+  PaddedInputs(int32_t size, int32_t vocab_size);
+
+  int32_t size() const { return size_; }
+  // Whether `plan` is such a step, of at most size() sequences.
+  bool Takes(const RankPlan& plan) const;
+  // Fills `host` with the plan and padding. Returns the bytes to copy; nothing when they exceed `capacity`.
+  std::optional<size_t> Pack(const RankPlan& plan, void* host, size_t capacity) const;
+  // The addresses in `device`. `page_table` [size, stride] is where BeginStep spreads the table.
+  DeviceInputs At(void* device, const int32_t* page_table, int64_t stride) const;
+
+ private:
+  size_t Take(size_t bytes);
+
+  int32_t size_;
+  int32_t mask_words_;
+  size_t used_ = 0;
+  size_t header_, tokens_, token_begin_, context_, state_slot_, sequence_of_token_, position_, snapshot_row_,
+      snapshot_slot_, logits_row_, sample_rows_;
+  // Host copies that do not change from step to step. Lengths choose no variant here, so contexts are left at 0.
+  std::vector<int32_t> host_token_begin_;
+  std::vector<int32_t> host_context_;
+};
+
+}  // namespace k3
