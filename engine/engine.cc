@@ -271,8 +271,8 @@ void Engine::FinishStep() {
   }
   const Clock::time_point end = Clock::now();
   // Steps that overlap share the time: each counts from the end of the one before.
-  flight.stats.run_seconds = Seconds(ran - std::max(flight.run, last_ran_));
   flight.stats.seconds = Seconds(end - std::max(flight.start, last_end_));
+  flight.stats.run_seconds = std::min(Seconds(ran - std::max(flight.run, last_ran_)), flight.stats.seconds);
   last_ran_ = ran;
   last_end_ = end;
   if (observer_ != nullptr) observer_->OnStep(flight.stats);

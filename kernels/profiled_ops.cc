@@ -112,6 +112,7 @@ std::unique_ptr<CapturedWork> ProfiledOps::Capture(const std::function<void()>& 
 }
 
 void ProfiledOps::Linear(const LinearParams& params, Stream stream) {
+  if (!active()) return inner_->Linear(params, stream);
   const std::string shape = params.weight == nullptr
                                 ? std::string()
                                 : " " + std::to_string(params.weight->out) + " x " + std::to_string(params.weight->in);

@@ -46,6 +46,7 @@ class EngineTest : public ::testing::TestWithParam<bool> {
   void Start() {
     EngineConfig resolved = config_;
     ASSERT_TRUE(resolved.Resolve().ok());
+    delayed_.reset();
     model_ = std::make_unique<HashModel>(config_.vocab_size);
     runner_ = std::make_unique<HashModelRunner>(*model_, resolved);
     runner_->before_step = [this](const StepPlan& plan) -> absl::Status {

@@ -79,6 +79,10 @@ class DelayedRunner : public StepRunner {
   }
 
   void RunStep(StepPlan plan) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!failed_.ok()) return;  // a lost device runs nothing more
+    }
     for (size_t r = 0; r < plan.ranks.size(); ++r) {
       for (int32_t& token : plan.ranks[r].tokens) {
         if (token < 0) token = std::max(0, last_.ranks.at(r).token.at(static_cast<size_t>(RowOfToken(token))));
