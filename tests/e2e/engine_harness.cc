@@ -61,8 +61,8 @@ std::unique_ptr<LoadedModel> LoadOrDie(const std::string& dir, Ops& ops) {
 
 }  // namespace
 
-TestModel::TestModel(const std::string& dir)
-    : ops_(MakeCpuOps({.threads = 1})),
+TestModel::TestModel(const std::string& dir, std::unique_ptr<Ops> ops)
+    : ops_(std::move(ops)),
       loaded_(LoadOrDie(dir, *ops_)),
       model_(std::make_unique<Model>(loaded_->config, loaded_->weights, *ops_)) {}
 
@@ -85,6 +85,8 @@ EngineHarness::EngineHarness(TestModel& model, EngineConfig config, StepMode mod
   geometry.pages = config_.latent_pages;
   geometry.page_size = config_.page_size;
   geometry.slots = config_.state_slots + config_.snapshot_slots;
+  geometry.page_dtype = model.ops().activation_dtype();
+  geometry.conv_dtype = model.ops().activation_dtype();
   const StepBounds bounds{.tokens = config_.max_num_batched_tokens,
                           .sequences = std::min(config_.max_num_seqs, config_.state_slots),
                           .logits_rows = 8,
@@ -92,6 +94,10 @@ EngineHarness::EngineHarness(TestModel& model, EngineConfig config, StepMode mod
   auto executor = Executor::Create(model.model(), model.ops(), bounds, geometry, {.decode_sizes = mode_.decode_sizes});
   K3_CHECK(executor.ok());
   executor_ = *std::move(executor);
+  if (model.ops().can_capture() && !mode_.decode_sizes.empty()) {
+    const absl::StatusOr<WarmUpReport> report = executor_->WarmUp();
+    K3_CHECK(report.ok() && report->graphs > 0);
+  }
 }
 
 RequestId EngineHarness::Submit(const TestRequest& wanted) {

@@ -14,10 +14,10 @@
 
 namespace k3::testing {
 
-// A model on the CPU, read from files.
+// A model read from files, on the CPU unless `ops` says otherwise.
 class TestModel {
  public:
-  explicit TestModel(const std::string& dir);
+  explicit TestModel(const std::string& dir, std::unique_ptr<Ops> ops = MakeCpuOps({.threads = 1}));
   // A random K3-format model of a few ten thousand weights, written to a temporary folder: thousands of schedules of it
   // are cheap. `eos` never ends a choice unless a test asks for it.
   static std::unique_ptr<TestModel> Micro();
