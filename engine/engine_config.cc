@@ -32,7 +32,8 @@ absl::Status EngineConfig::Resolve() {
   for (const absl::Status& status :
        {AtLeast("vocab_size", vocab_size, 1), AtLeast("max_model_len", max_model_len, 2),
         AtLeast("max_num_seqs", max_num_seqs, 1), AtLeast("max_num_batched_tokens", max_num_batched_tokens, 1),
-        AtLeast("prefill_chunk", prefill_chunk, 1), AtLeast("max_queue", max_queue, 1),
+        AtLeast("prefill_chunk", prefill_chunk, 1), AtLeast("prefill_alignment", prefill_alignment, 1),
+        AtLeast("short_tail", short_tail, 0), AtLeast("max_queue", max_queue, 1),
         AtLeast("data_parallel", data_parallel, 1), AtLeast("page_size", page_size, 1),
         AtLeast("latent_pages", latent_pages, 1), AtLeast("state_slots", state_slots, 1),
         AtLeast("snapshot_slots", snapshot_slots, 0), AtLeast("page_bytes", page_bytes, 1),
@@ -49,6 +50,21 @@ absl::Status EngineConfig::Resolve() {
     return absl::InvalidArgumentError(absl::StrCat("snapshot_interval (", snapshot_interval,
                                                    ") must be a multiple of page_size (", page_size,
                                                    "): snapshots lie at page boundaries"));
+  }
+  if (prefill_alignment > 1) {
+    // Beside every decode a prompt must still get a block and what may have to stay with it; hits end at pages.
+    const int32_t least = 2 * prefill_alignment + short_tail;
+    const absl::Status aligned[] = {AtLeast("with prefill_alignment, prefill_chunk", prefill_chunk, least),
+                                    AtLeast("with prefill_alignment, max_num_batched_tokens", max_num_batched_tokens,
+                                            int64_t{max_num_seqs} + least)};
+    for (const absl::Status& status : aligned) {
+      if (!status.ok()) return status;
+    }
+    if (page_size % prefill_alignment != 0) {
+      return absl::InvalidArgumentError(absl::StrCat("page_size (", page_size,
+                                                     ") must be a multiple of prefill_alignment (", prefill_alignment,
+                                                     "): prompts go on at page boundaries"));
+    }
   }
   if (!(verify_hits >= 0 && verify_hits <= 1)) {
     return absl::InvalidArgumentError(absl::StrCat("verify_hits is ", verify_hits, ", must be in [0, 1]"));

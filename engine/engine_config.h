@@ -21,8 +21,12 @@ struct EngineConfig {
   int32_t max_num_seqs = 256;             // admitted sequences (choices) over all ranks, from first chunk to last token
   int32_t max_num_batched_tokens = 2048;  // per rank and step
   int32_t prefill_chunk = 0;              // most tokens of one sequence in a step; 0 = max_num_batched_tokens
-  int32_t max_queue = 256;                // requests waiting for their first admission
-  int32_t data_parallel = 1;              // ranks with caches of their own
+  // Prompts are cut at multiples of this position only, and not so that `short_tail` tokens or fewer are left: then
+  // what is computed for a prompt does not depend on how much of it fitted a step. 1 = anywhere.
+  int32_t prefill_alignment = 1;
+  int32_t short_tail = 0;
+  int32_t max_queue = 256;    // requests waiting for their first admission
+  int32_t data_parallel = 1;  // ranks with caches of their own
 
   // Pools of one rank.
   int32_t page_size = 64;

@@ -167,6 +167,8 @@ class Scheduler {
   void Preempt(Rank& rank, Sequence& victim, RankPlan* plan);
   bool EnsurePages(Rank& rank, Sequence& sequence, int64_t tokens, RankPlan* plan);
   bool IsLong(const Sequence& sequence) const { return sequence.remaining() > config_.long_prompt_tokens; }
+  // How many of `more` tokens behind `from` a prompt may get: all that is left, or a cut where cuts are allowed.
+  int32_t CutPrefill(const Sequence& sequence, int64_t from, int64_t more) const;
   // Gives a prefill up to `most` tokens of the budget, as far as pages can be had.
   void PlanChunk(Rank& rank, Sequence& sequence, int32_t most, RankPlan* plan);
 

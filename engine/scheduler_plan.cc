@@ -149,11 +149,21 @@ void Scheduler::PlanDecodes(Rank& rank, RankPlan* plan) {
   }
 }
 
+int32_t Scheduler::CutPrefill(const Sequence& sequence, int64_t from, int64_t more) const {
+  const int64_t length = static_cast<int64_t>(sequence.tokens.size()), align = config_.prefill_alignment;
+  if (align == 1 || from + more == length) return static_cast<int32_t>(more);
+  int64_t end = (from + more) / align * align;
+  if (length - end <= config_.short_tail) end -= align;
+  return static_cast<int32_t>(std::max<int64_t>(0, end - from));
+}
+
 void Scheduler::PlanChunk(Rank& rank, Sequence& sequence, int32_t most, RankPlan* plan) {
   const int32_t had = sequence.planned;
   int32_t more = std::min({most, sequence.remaining() - had, config_.prefill_chunk - had, rank.budget});
   if (more <= 0) return;
   const int64_t from = int64_t{sequence.computed} + had;
+  more = CutPrefill(sequence, from, more);
+  if (more == 0) return;
   int64_t covered = rank.cache.Extend(&sequence.lease, from + more);
   while (covered <= from) {
     // Not one token fits. Only what is newer and not promised in this step may be pushed out; else wait for a step.
@@ -166,7 +176,8 @@ void Scheduler::PlanChunk(Rank& rank, Sequence& sequence, int32_t most, RankPlan
     Preempt(rank, *victim, plan);
     covered = rank.cache.Extend(&sequence.lease, from + more);
   }
-  more = static_cast<int32_t>(std::min<int64_t>(more, covered - from));
+  more = CutPrefill(sequence, from, std::min<int64_t>(more, covered - from));
+  if (more == 0) return;
   sequence.planned += more;
   rank.budget -= more;
   if (had == 0) rank.step->scheduled.push_back({&sequence});
@@ -250,8 +261,8 @@ void Scheduler::Admit(Clock::time_point now, StepPlan* plan) {
     }
     if (!TryAdmit(*candidate, !resumes, now, plan)) {
       // Remembered only when pages or slots were missing; a used-up budget is new in the next step.
-      const bool budget_left = std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) {
-        return rank.budget >= kSmallestFirstChunk && !rank.preempted;
+      const bool budget_left = std::all_of(ranks_.begin(), ranks_.end(), [this](const Rank& rank) {
+        return rank.budget >= std::max(kSmallestFirstChunk, 2 * config_.prefill_alignment) && !rank.preempted;
       });
       blocked_ = budget_left ? candidate : nullptr;
       blocked_epoch_ = epoch;
@@ -291,8 +302,8 @@ bool Scheduler::TryAdmit(Sequence& sequence, bool obey_long_limit, Clock::time_p
   PrefixMatch best_match;
   int64_t best_load = 0;
   for (Rank& rank : ranks_) {
-    const int32_t first_chunk =
-        std::min({kSmallestFirstChunk, config_.prefill_chunk, config_.max_num_batched_tokens, length});
+    const int32_t smallest = config_.prefill_alignment > 1 ? 2 * config_.prefill_alignment : kSmallestFirstChunk;
+    const int32_t first_chunk = std::min({smallest, config_.prefill_chunk, config_.max_num_batched_tokens, length});
     if (rank.preempted || rank.budget == 0 || rank.cache.live_free() == 0) continue;
     if (static_cast<int32_t>(rank.running.size()) >= config_.max_num_batched_tokens) continue;
     if (obey_long_limit && is_long && rank.long_prefills >= config_.max_long_prefills) continue;

@@ -33,6 +33,11 @@ class Fingerprint {
   uint64_t hash_ = 0xcbf29ce484222325ull;
 };
 
+// The GPU's KDA works in chunks of so many tokens, and at once on sequences of at most so many: where a prompt is cut
+// shows in its last bits.
+constexpr int32_t kChunkedKdaTokens = 64;
+constexpr int32_t kStepKdaTokens = 8;
+
 constexpr size_t kSampleBytes = 4096;
 constexpr uint64_t kSamplesPerFile = 64;
 
@@ -244,6 +249,10 @@ absl::Status EngineHost::StartEngine(const ServerConfig& config, EngineObserver*
   engine.max_num_batched_tokens = static_cast<int32_t>(plan.max_num_batched_tokens);
   engine.prefill_chunk =
       static_cast<int32_t>(std::min<int64_t>(config.prefill_chunk.value_or(0), plan.max_num_batched_tokens));
+  if (config.batch_invariant && !ops_->is_cpu()) {
+    engine.prefill_alignment = kChunkedKdaTokens;
+    engine.short_tail = kStepKdaTokens;
+  }
   engine.max_queue = static_cast<int32_t>(config.max_queue);
   engine.page_size = static_cast<int32_t>(config.page_size);
   engine.latent_pages = static_cast<int32_t>(plan.latent_pages);

@@ -1,5 +1,7 @@
 #include "kernels/cuda/memory.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -38,8 +40,23 @@ DeviceMemory::~DeviceMemory() {
 }
 
 namespace {
+
 constexpr size_t kStagingBytes = size_t{8} << 20;
+
+// Maps the pages of a piece of a mapped file in one go where they are in the page cache: a fault for every few of them
+// costs more than the copy. Where the kernel cannot (before Linux 5.14), the copy faults them in.
+void MapPages(const void* data, size_t bytes) {
+#ifdef MADV_POPULATE_READ
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / kPage * kPage;
+  const uintptr_t end = reinterpret_cast<uintptr_t>(data) + bytes;
+  madvise(reinterpret_cast<void*>(begin), (end - begin + kPage - 1) / kPage * kPage, MADV_POPULATE_READ);
+#else
+  static_cast<void>(data), static_cast<void>(bytes);
+#endif
 }
+
+}  // namespace
 
 // Two halves, so that the host fills one while the other travels.
 struct Uploader::Lane {
@@ -106,6 +123,7 @@ void Uploader::UploadBytes(const void* host, void* device, size_t bytes) {
   for (size_t done = 0; done < bytes;) {
     const int half = lane->next ^= 1;
     const size_t piece = std::min(kStagingBytes, bytes - done);
+    MapPages(static_cast<const char*>(host) + done, piece);
     K3_CUDA(cudaEventSynchronize(lane->sent[half]));
     std::memcpy(lane->host[half], static_cast<const char*>(host) + done, piece);
     K3_CUDA(cudaMemcpyAsync(static_cast<char*>(device) + done, lane->host[half], piece, cudaMemcpyHostToDevice,
@@ -144,6 +162,8 @@ void Uploader::Upload(const HostTensor& tensor, void* device, DType to) {
     for (int64_t col = 0; col < cols; col += piece_cols) {
       const int64_t width = std::min(piece_cols, cols - col);
       const int half = lane->next ^= 1;
+      if (width == stride)
+        MapPages(static_cast<const char*>(tensor.data) + row * stride * from_size, height * width * from_size);
       K3_CUDA(cudaEventSynchronize(lane->sent[half]));
       for (int64_t r = 0; r < height; ++r) {
         std::memcpy(static_cast<char*>(lane->host[half]) + r * width * from_size,

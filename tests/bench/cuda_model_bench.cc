@@ -273,6 +273,8 @@ EngineConfig MakeEngineConfig(const Served& served, int32_t max_seqs, int32_t st
   config.state_slots = live_slots;
   config.snapshot_slots = geometry.slots - live_slots;
   config.snapshot_interval = 8192;
+  config.prefill_alignment = 64;  // as serve --batch-invariant does
+  config.short_tail = 8;
   return config;
 }
 

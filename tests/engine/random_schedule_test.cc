@@ -53,8 +53,7 @@ struct Totals {
 
 class Schedule {
  public:
-  Schedule(uint64_t seed, bool plan_ahead, Totals* totals)
-      : random_(seed), totals_(*totals), harness_(RandomConfig()) {
+  Schedule(uint64_t seed, bool plan_ahead, Totals* totals) : random_(seed), totals_(*totals), harness_(RandomConfig()) {
     harness_.plan_ahead = plan_ahead;
   }
 
@@ -143,6 +142,13 @@ class Schedule {
     config.snapshot_slots = Chance(0.2) ? 0 : Between(1, 12);
     config.max_num_batched_tokens = Chance(0.2) ? Between(1, 8) : Between(8, 60);
     config.prefill_chunk = Chance(0.3) ? 0 : Between(1, config.max_num_batched_tokens);
+    if (Chance(0.1)) {
+      config.prefill_alignment = config.page_size;
+      config.short_tail = Between(0, 3);
+      const int32_t least = 2 * config.prefill_alignment + config.short_tail;
+      if (config.prefill_chunk > 0) config.prefill_chunk = std::max(config.prefill_chunk, least);
+      config.max_num_batched_tokens = std::max(config.max_num_batched_tokens, config.max_num_seqs + least);
+    }
     config.long_prompt_tokens = Chance(0.5) ? 0 : Between(1, 40);
     config.max_long_prefills = Between(1, 2);
     config.enable_prefix_caching = Chance(0.85);
