@@ -2,7 +2,7 @@
 // performance goals, the load rate from page cache, a K3-shaped slice with MXFP4 experts, one million tokens through
 // tiny-k3, and batch invariance. Weights are random where no checkpoint is needed.
 //   cuda_model_bench [--only decode,long,prefill,engine,hit,profile,invariant,load,slice,million] [--json FILE]
-//                    [--scratch DIR]
+//                    [--scratch DIR] [--graphs on|off]
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -349,10 +349,29 @@ void Invariant(Served& served, Report& report, const std::string& name) {
 
 class ModelBench {
  public:
-  ModelBench(ProfiledOps& ops, Report& report, std::set<std::string> only, std::string scratch)
-      : ops_(ops), report_(report), only_(std::move(only)), scratch_(std::move(scratch)), profile_(&ops) {}
+  ModelBench(ProfiledOps& ops, Report& report, std::set<std::string> only, std::string scratch, bool graphs)
+      : ops_(ops),
+        report_(report),
+        only_(std::move(only)),
+        scratch_(std::move(scratch)),
+        graphs_(graphs),
+        profile_(&ops) {}
 
   bool Wants(const std::string& part) const { return only_.empty() || only_.count(part) > 0; }
+  // What one part throws keeps the others from nothing, unless the device is lost.
+  void Part(const std::string& name, const std::function<void()>& run) {
+    const auto start = WallClock::now();
+    try {
+      run();
+      std::printf("# %s took %.1f s\n", name.c_str(), SecondsSince(start));
+    } catch (const std::exception& error) {
+      std::printf("FAILED %s: %s\n", name.c_str(), error.what());
+      ++failures_;
+    }
+    std::fflush(stdout);
+  }
+  int failures() const { return failures_; }
+
   bool WantsAny(std::initializer_list<const char*> parts) const {
     return std::any_of(parts.begin(), parts.end(), [this](const char* part) { return Wants(part); });
   }
@@ -365,47 +384,50 @@ class ModelBench {
     // 256 sequences of 8,192 tokens; a context of 1M tokens fits into the same pages.
     const int32_t pages = 256 * (8192 / kPageSize + 1), slots = 256 + 8;
     ExecutorOptions options;
-    options.decode_sizes = Executor::DecodeSizes(256);
+    if (graphs_) options.decode_sizes = Executor::DecodeSizes(256);
     options.profile = profile_;
     served.MakeExecutor(ops_, bounds, pages, slots, std::move(options));
     served.FillCaches(ops_);
     Executor& executor = *served.executor;
     std::printf("%.1f GB of memory free\n", ops_.FreeMemory() * 1e-9);
 
-    if (Wants("decode")) {
-      // Published floors of the goals, in milliseconds at their copy speed of 4.23 TB/s.
-      const std::pair<int32_t, double> cases[] = {{1, 1.5e-3}, {64, 22.4e-3}, {256, 32.1e-3}};
-      for (const auto& [batch, floor] : cases) {
-        const StepTime time = TimeDecode(executor, batch, 8191, pages, 1.5);
-        const std::string name = "kl48b/decode_step/b" + std::to_string(batch) + "/8192";
-        report_.Add(name, time.seconds * 1e3, "ms", time.seconds, floor * 4.23e12);
-        report_.Add(name + "/device", time.busy_ms, "ms");
-      }
-    }
-    if (Wants("long")) {
-      const StepTime near = TimeDecode(executor, 1, 4095, pages, 1),
-                     far = TimeDecode(executor, 1, (1 << 20) - 2, pages, 1);
-      report_.Add("kl48b/decode_step/b1/1048576_minus_4096", (far.seconds - near.seconds) * 1e3, "ms",
-                  far.seconds - near.seconds, 2.0e-3 * 4.23e12);
-    }
-    if (Wants("prefill")) {
-      std::vector<double> seconds;
-      StepResult result;
-      for (int i = 0; i < 6; ++i) {
-        StepPlan plan = MakePlan(1, 8192, 0, pages, false);
-        plan.ranks[0].zero_slots.push_back(StateSlot{0});
-        const auto start = WallClock::now();
-        OrDie(executor.Run(plan, &result));
-        if (i > 0) seconds.push_back(SecondsSince(start));
-        CheckResult(result);
-      }
-      report_.Add("kl48b/prefill/8192", 8192 / Median(seconds), "tok/s");
-    }
+    if (Wants("decode"))
+      Part("decode", [&] {
+        // Published floors of the goals, in milliseconds at their copy speed of 4.23 TB/s.
+        const std::pair<int32_t, double> cases[] = {{1, 1.5e-3}, {64, 22.4e-3}, {256, 32.1e-3}};
+        for (const auto& [batch, floor] : cases) {
+          const StepTime time = TimeDecode(executor, batch, 8191, pages, 1.5);
+          const std::string name = "kl48b/decode_step/b" + std::to_string(batch) + "/8192";
+          report_.Add(name, time.seconds * 1e3, "ms", time.seconds, floor * 4.23e12);
+          report_.Add(name + "/device", time.busy_ms, "ms");
+        }
+      });
+    if (Wants("long"))
+      Part("long", [&] {
+        const StepTime near = TimeDecode(executor, 1, 4095, pages, 1),
+                       far = TimeDecode(executor, 1, (1 << 20) - 2, pages, 1);
+        report_.Add("kl48b/decode_step/b1/1048576_minus_4096", (far.seconds - near.seconds) * 1e3, "ms",
+                    far.seconds - near.seconds, 2.0e-3 * 4.23e12);
+      });
+    if (Wants("prefill"))
+      Part("prefill", [&] {
+        std::vector<double> seconds;
+        StepResult result;
+        for (int i = 0; i < 6; ++i) {
+          StepPlan plan = MakePlan(1, 8192, 0, pages, false);
+          plan.ranks[0].zero_slots.push_back(StateSlot{0});
+          const auto start = WallClock::now();
+          OrDie(executor.Run(plan, &result));
+          if (i > 0) seconds.push_back(SecondsSince(start));
+          CheckResult(result);
+        }
+        report_.Add("kl48b/prefill/8192", 8192 / Median(seconds), "tok/s");
+      });
     if (Wants("engine")) {
-      HostWait(served, report_, 1);
-      HostWait(served, report_, 256);
+      Part("host wait b1", [&] { HostWait(served, report_, 1); });
+      Part("host wait b256", [&] { HostWait(served, report_, 256); });
     }
-    if (Wants("hit")) PrefixHit(served, report_);
+    if (Wants("hit")) Part("prefix hit", [&] { PrefixHit(served, report_); });
     if (Wants("profile")) {
       Profile(served, pages, "decode b1 at 8192", 1, 1, 8191);
       Profile(served, pages, "decode b64 at 8192", 64, 1, 8191);
@@ -632,16 +654,21 @@ class ModelBench {
   Report& report_;
   const std::set<std::string> only_;
   const std::string scratch_;
+  const bool graphs_;
   ProfiledOps* const profile_;  // ops_
+  int failures_ = 0;
 };
 
 int Main(int argc, char** argv) {
   std::string json, scratch;
   std::set<std::string> only;
+  bool graphs = true;
+  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string flag = argv[i], value = argv[i + 1];
     if (flag == "--json") json = value;
     if (flag == "--scratch") scratch = value;
+    if (flag == "--graphs") graphs = value != "off";
     if (flag == "--only") {
       for (size_t at = 0; at <= value.size();) {
         const size_t comma = std::min(value.find(',', at), value.size());
@@ -652,18 +679,9 @@ int Main(int argc, char** argv) {
   }
   ProfiledOps ops(MakeCudaOps());
   Report report(ops);
-  ModelBench bench(ops, report, only, scratch);
-  int failures = 0;
+  ModelBench bench(ops, report, only, scratch, graphs);
   const auto part = [&](const char* name, const std::function<void()>& run) {
-    const auto start = WallClock::now();
-    try {
-      run();
-    } catch (const std::exception& error) {
-      std::printf("FAILED %s: %s\n", name, error.what());
-      ++failures;
-    }
-    std::printf("# %s took %.1f s\n", name, SecondsSince(start));
-    std::fflush(stdout);
+    bench.Part(name, run);
     bench::WriteResults(json, report.results(), ops.device_name(), argc, argv);
   };
   if (bench.Wants("invariant")) part("tiny-k3 batch invariance", [&] { bench.TinyInvariant(); });
@@ -673,7 +691,7 @@ int Main(int argc, char** argv) {
   if (bench.Wants("load")) part("load", [&] { bench.Load(); });
   if (bench.Wants("slice")) part("K3 slice", [&] { bench.Slice(); });
   if (bench.Wants("million")) part("1M tokens", [&] { bench.Million(); });
-  return failures == 0 ? 0 : 1;
+  return bench.failures() == 0 ? 0 : 1;
 }
 
 }  // namespace

@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <tuple>
+
 #include "tests/kernels/op_fixture.h"
 #include "tests/kernels/oracle.h"
 
@@ -26,6 +29,38 @@ TEST_P(EmbedTest, CopiesRowsOfEveryTableType) {
       }
       ExpectSameBits(out.Get(), Round(expected, act()), std::string(Name(dtype)) + " " + std::to_string(cols));
     }
+  }
+}
+
+TEST_P(EmbedTest, BeginStepPutsDrawnTokensIn) {
+  // Row 2 drew nothing.
+  const DeviceArray<int32_t> drawn(ops(), std::vector<int32_t>{70, 71, -1, 73});
+  const DeviceArray<int32_t> tokens(ops(), std::vector<int32_t>{5, -1, -4, 0, -3, -2, 9});
+  ops().BeginStep({.tokens = tokens.data(), .num_tokens = 6, .drawn = drawn.data()}, ops().stream());
+  EXPECT_EQ(tokens.Get(), (std::vector<int32_t>{5, 70, 73, 0, 0, 71, 9}));
+  const DeviceArray<int32_t> known(ops(), std::vector<int32_t>{4, 0});
+  ops().BeginStep({.tokens = known.data(), .num_tokens = 2}, ops().stream());
+  EXPECT_EQ(known.Get(), (std::vector<int32_t>{4, 0}));
+  ops().BeginStep({}, ops().stream());
+}
+
+TEST_P(EmbedTest, BeginStepSpreadsThePageTable) {
+  for (const auto& [sequences, stride, wide] : {std::tuple{1, 1, 1}, std::tuple{3, 5, 9}, std::tuple{70, 1300, 2000}}) {
+    std::vector<int32_t> packed(static_cast<size_t>(sequences * stride));
+    for (size_t i = 0; i < packed.size(); ++i) packed[i] = static_cast<int32_t>(i) - 1;
+    const DeviceArray<int32_t> from(ops(), packed), width(ops(), std::vector<int32_t>{stride});
+    const DeviceArray<int32_t> table(ops(), static_cast<size_t>(sequences * wide));
+    ops().BeginStep({.packed_table = from.data(),
+                     .packed_stride = width.data(),
+                     .sequences = sequences,
+                     .table = table.data(),
+                     .table_stride = wide},
+                    ops().stream());
+    std::vector<int32_t> expected(table.size(), -1);  // the rest stays as it was
+    for (int s = 0; s < sequences; ++s) {
+      std::copy_n(packed.begin() + s * stride, stride, expected.begin() + s * wide);
+    }
+    EXPECT_EQ(table.Get(), expected);
   }
 }
 

@@ -328,6 +328,35 @@ TEST_P(KdaTest, SnapshotsAreTakenInPassing) {
   ExpectSameBits(pool.State(5), pool.State(1), "the last snapshot is the live state");
 }
 
+// B07: sequences without a slot and snapshot entries without a row touch nothing.
+TEST_P(KdaTest, PaddingHasNoMemory) {
+  for (const KdaShape& shape : {KdaShape{2, 64, 4}, KdaShape{2, 128, 4}}) {
+    for (int64_t tokens : {1, 5, 70}) {
+      const oracle::KdaInput real = MakeInput(shape, tokens, 60);
+      oracle::KdaInput padding = MakeInput(shape, 1, 61);
+      padding.conv_taps = real.conv_taps;
+      padding.dt_bias = real.dt_bias;
+      padding.a_log = real.a_log;
+      padding.norm_weight = real.norm_weight;
+      Pool alone(ops(), shape, DType::kF32), padded(ops(), shape, DType::kF32);
+      const oracle::KdaState start = RandomState(shape, 62);
+      alone.Set(2, start);
+      padded.Set(2, start);
+      const int32_t last = static_cast<int32_t>(tokens) - 1;
+      const std::vector<float> expected = Step({real}, {2}, Upload(real), alone, {{last, 4}});
+      std::vector<float> out =
+          Step({real, padding, padding}, {2, -1, -1}, Upload(real), padded, {{last, 4}, {kNoRow, -1}, {kNoRow, -1}});
+      const std::string what = std::to_string(shape.head_dim) + " channels, " + std::to_string(tokens) + " tokens";
+      for (float value : out) EXPECT_TRUE(std::isfinite(value)) << what;
+      out.resize(expected.size());
+      ExpectClose(out, oracle::ToDouble(expected), kda_tolerance(), what);
+      ExpectClose(padded.State(2), oracle::ToDouble(alone.State(2)), kda_tolerance(), what);
+      ExpectSameBits(padded.State(4), padded.State(2), what + ": the snapshot");
+      for (int slot : {0, 1, 3, 5}) EXPECT_EQ(padded.Raw(slot), alone.Raw(slot)) << what << ", slot " << slot;
+    }
+  }
+}
+
 // B08: chunks shorter than the convolution's history shift old and new inputs into the sequence's own slot.
 TEST_P(KdaTest, ShortChunksShiftTheConvolutionState) {
   const KdaShape shape{2, 64, 4};

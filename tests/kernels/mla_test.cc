@@ -289,6 +289,26 @@ TEST_P(MlaTest, AppendWritesOnlyItsLines) {
   EXPECT_TRUE(untouched(2 * pool.stride + 64 * line_bytes, 3 * pool.stride)) << "the gap after a page";
 }
 
+// B07: sequences whose pages are -1 write nothing and disturb nobody.
+TEST_P(MlaTest, PaddingHasNoPages) {
+  const MlaShape s;
+  const Weights w = MakeWeights(s, 31);
+  for (int64_t tokens : {1, 70}) {
+    const Sequence real = MakeSequence(s, 70, 32, Pages({2, 0})), padding = MakeSequence(s, 1, 33, Pages({-1}));
+    Pool alone(ops(), s, 4, cache_dtype()), padded(ops(), s, 4, cache_dtype());
+    for (Pool* pool : {&alone, &padded}) {
+      if (tokens < 70) Step(s, w, {&real}, {0}, {70 - tokens}, *pool);
+    }
+    const std::vector<float> expected = Step(s, w, {&real}, {70 - tokens}, {tokens}, alone);
+    std::vector<float> out = Step(s, w, {&real, &padding, &padding, &padding, &padding}, {70 - tokens, 0, 0, 0, 0},
+                                  {tokens, 1, 1, 1, 1}, padded);
+    for (float value : out) EXPECT_TRUE(std::isfinite(value)) << tokens << " tokens";
+    out.resize(expected.size());
+    ExpectClose(out, oracle::ToDouble(expected), mla_tolerance(), std::to_string(tokens) + " tokens");
+    EXPECT_EQ(padded.bytes.Download(), alone.bytes.Download()) << tokens << " tokens";
+  }
+}
+
 TEST_P(MlaTest, WrongShapesAreRefusedWithNumbers) {
   const MlaShape s;
   const Weights w = MakeWeights(s, 23);

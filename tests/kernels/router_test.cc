@@ -146,6 +146,22 @@ TEST_P(RouterTest, NanLogitsStillGiveValidIds) {
   EXPECT_EQ(std::vector<int32_t>(result.ids.begin() + 3, result.ids.end()), (std::vector<int32_t>{7, 8, 9}));
 }
 
+TEST_P(RouterTest, PaddingHasNoExperts) {
+  Random random(9);
+  for (int32_t live : {0, 1, 5, 9, 12}) {
+    RouterTopKParams params = Params(9, 32, 4);
+    const std::vector<float> logits = random.Normal(9 * 32, 2);
+    const Result all = Run(params, logits, {});
+    const DeviceArray<int32_t> count(ops(), std::vector<int32_t>{live});
+    params.live_tokens = count.data();
+    const Result padded = Run(params, logits, {});
+    for (int64_t t = 0; t < 9; ++t) {
+      EXPECT_EQ(Slice(padded.ids, 4, t, 1), t < live ? Slice(all.ids, 4, t, 1) : std::vector<int32_t>(4, -1));
+      EXPECT_EQ(Slice(padded.weights, 4, t, 1), t < live ? Slice(all.weights, 4, t, 1) : std::vector<float>(4, 0.0f));
+    }
+  }
+}
+
 TEST_P(RouterTest, ImpossibleChoicesAreRefusedWithNumbers) {
   const std::vector<float> logits(8);
   EXPECT_THROW(Run(Params(1, 8, 9), logits, {}), DeviceError);
