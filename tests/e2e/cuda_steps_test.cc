@@ -31,7 +31,7 @@ class CudaStepsTest : public ::testing::TestWithParam<const char*> {
     config.max_num_seqs = 8;
     config.snapshot_slots = 4;
     config.enable_prefix_caching = false;
-    config.max_num_batched_tokens = 4096;
+    config.max_num_batched_tokens = 512;
     return config;
   }
   TestRequest Prompt(int32_t length, uint64_t seed, int32_t max_new_tokens) const {
