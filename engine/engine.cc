@@ -98,7 +98,8 @@ absl::StatusOr<RequestId> Engine::Submit(std::unique_ptr<Request> request) {
       if (left <= needed) {
         refused = absl::ResourceExhaustedError(absl::StrCat("the deadline cannot be met: ", std::max(left, 0.0),
                                                             " s are left, at least ", needed, " s are needed now"));
-        retry_after = std::max(estimator_.QueueSeconds(), kLeastRetrySeconds);
+        // With the queue gone it may do; a deadline that an idle engine could not meet either has to grow by the rest.
+        retry_after = std::max({estimator_.QueueSeconds(), needed - left, kLeastRetrySeconds});
       }
     }
     if (refused.ok()) {

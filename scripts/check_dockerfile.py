@@ -85,7 +85,7 @@ class Builder:
             shutil.rmtree(partial, ignore_errors=True)
             subprocess.run(["debootstrap", "--variant=minbase", "bookworm", partial, mirror()], check=True,
                            stdout=subprocess.DEVNULL)
-            # What an image of Debian has and debootstrap leaves out: where updates come from.
+            subprocess.run(["umount", "-q", partial / "proc"], check=False)  # debootstrap may leave it mounted
             shutil.rmtree(partial / "var/cache/apt/archives", ignore_errors=True)
             os.makedirs(partial / "var/cache/apt/archives/partial")
             partial.rename(pristine)
@@ -107,7 +107,7 @@ class Builder:
         root = self.folder / ("stage-" + name)
         shutil.rmtree(root, ignore_errors=True)
         # Reflinks where the file system has them; the parent stays as it is either way.
-        subprocess.run(["cp", "-a", "--reflink=auto", parent, root], check=True)
+        subprocess.run(["cp", "-a", "-x", "--reflink=auto", parent, root], check=True)
         image["root"] = root
         image["layers"] = list(image["layers"])
         for word, rest in steps:

@@ -18,14 +18,13 @@
 #include "server/generation_service.h"
 #include "server/grpc_call.h"
 #include "server/grpc_convert.h"
+#include "server/grpc_generation_call.h"
 #include "server/grpc_status.h"
 #include "server/version.h"
 #include "server/worker_pool.h"
 
 namespace k3 {
 namespace {
-
-constexpr char kSpecPrefix[] = "spec.";
 
 void AddInitialMetadata(grpc::CallbackServerContext* context, const AcceptedEvent& accepted,
                         const TraceContext& trace) {
@@ -45,237 +44,12 @@ void AddUsageTrailers(grpc::CallbackServerContext* context, const RequestUsage& 
   context->AddTrailingMetadata("k3serve-completion-tokens", absl::StrCat(usage.completion_tokens));
 }
 
-// A status with its trailers. Nothing goes into initial metadata, so that the client library may still retry.
-grpc::Status Refusal(grpc::CallbackServerContext* context, const absl::Status& status, const std::string& request_id,
-                     const TraceContext& trace) {
-  if (trace.active()) context->AddTrailingMetadata("traceparent", trace.Header());
-  context->AddTrailingMetadata("x-request-id", request_id);
-  const std::string pushback = RetryPushback(status);
-  if (!pushback.empty()) context->AddTrailingMetadata("grpc-retry-pushback-ms", pushback);
-  return ToGrpcStatus(status, request_id, kSpecPrefix);
-}
-
-// What unary and streaming calls share: starting the request, and draining its stream on one thread at a time.
-//
-// Lifetime: gRPC reactors end with OnDone, the engine's notifications may come later; so a call is held by itself until
-// OnDone, and by whoever drains it.
-class Call : public std::enable_shared_from_this<Call> {
+class StreamCall final : public GrpcGenerationCall, public grpc::ServerWriteReactor<pb::StreamGenerateResponse> {
  public:
-  Call(const char* method, GenerationService* generation, WorkerPool* pump, grpc::CallbackServerContext* context)
-      : method_(method),
-        generation_(generation),
-        pump_(pump),
-        context_(context),
-        cancelled_(std::make_shared<std::atomic<bool>>(false)) {}
-  virtual ~Call() = default;
-
-  // Ends a stream whose write has not ended for this long.
-  virtual void EndIfStalled(Clock::duration limit) = 0;
-
- protected:
-  void Begin(const ApiKeys& keys, const pb::GenerationSpec& spec) {
-    self_ = shared_from_this();
-    request_id_ = RequestIdOf(*context_);
-    trace_ = generation_->TraceOf(MetadataOf(*context_, "traceparent"));
-    uint64_t caller = 0;
-    absl::Status status = Authorize(keys, *context_, &caller);
-    if (!status.ok()) return OnStarted(status);
-    absl::StatusOr<GenerationRequest> request = FromProto(spec);
-    if (!request.ok()) {
-      generation_->CountRefusal(request.status());
-      return OnStarted(request.status());
-    }
-    request->request_id = request_id_;
-    request->caller = caller;
-    request->trace = trace_;
-    request->deadline = DeadlineOf(*context_);
-    if (!request->deadline.has_value()) spdlog::debug("grpc request={} has no deadline", request_id_);
-    generation_->Start(*std::move(request), cancelled_,
-                       [self = shared_from_this()](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
-                         self->OnStarted(std::move(stream));
-                       });
-  }
-
-  void OnStarted(absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
-    if (!stream.ok()) {
-      if (!ClaimFinish()) return;
-      Log(stream.status().code(), {});
-      SendFinish(Refusal(context_, stream.status(), request_id_, trace_));
-      return;
-    }
-    {
-      std::lock_guard lock(mutex_);
-      stream_ = *stream;
-    }
-    if (cancelled_->load()) (*stream)->Cancel();
-    (*stream)->SetNotify([weak = weak_from_this()] {
-      if (const auto self = weak.lock()) self->OnEvents();
-    });
-  }
-
-  // Any thread, mostly the engine's: work goes to the pump.
-  void OnEvents() {
-    if (!WantsEvents()) return;
-    pump_->Post([self = shared_from_this()] { self->Drive(); });
-  }
-
-  // Drains the stream and sends what can be sent, on one thread at a time.
-  void Drive() {
-    std::shared_ptr<ResponseStream> stream;
-    {
-      std::lock_guard lock(mutex_);
-      if (driving_) {
-        drive_again_ = true;
-        return;
-      }
-      if (stream_ == nullptr) return;
-      driving_ = true;
-      stream = stream_;
-    }
-    while (true) {
-      stream->Drain();
-      Send(stream.get());
-      std::lock_guard lock(mutex_);
-      if (!std::exchange(drive_again_, false)) {
-        driving_ = false;
-        return;
-      }
-    }
-  }
-
-  // The one line of this call, from whoever has claimed its finish.
-  void Log(absl::StatusCode code, const RequestUsage& usage) const {
-    spdlog::info(
-        "grpc request={} method={} status={} prompt_tokens={} cached_tokens={} completion_tokens={} seconds={:.3f}{}",
-        request_id_, method_, absl::StatusCodeToString(code), usage.prompt_tokens, usage.cached_tokens,
-        usage.completion_tokens, std::chrono::duration<double>(Clock::now() - arrival_).count(), trace_.LogField());
-  }
-
-  RequestUsage UsageSoFar() {
-    std::lock_guard lock(mutex_);
-    return stream_ == nullptr ? RequestUsage() : stream_->UsageSoFar();
-  }
-
-  // The client has gone: the engine hears of it before this returns.
-  void CancelRequest() {
-    cancelled_->store(true);
-    std::shared_ptr<ResponseStream> stream;
-    {
-      std::lock_guard lock(mutex_);
-      stream = stream_;
-    }
-    if (stream != nullptr) stream->Cancel();
-  }
-
-  // At most one write is in flight, and nothing is begun after the call was finished: whoever wants to do either claims
-  // it first.
-  bool ClaimWrite() {
-    std::lock_guard lock(op_mutex_);
-    if (writing_ || finished_) return false;
-    writing_ = true;
-    write_start_ = Clock::now();
-    return true;
-  }
-  // The write has ended. True when the call was cancelled meanwhile and the caller must finish it.
-  bool ReleaseWrite() {
-    std::lock_guard lock(op_mutex_);
-    writing_ = false;
-    return cancelled_->load() && !std::exchange(finished_, true);
-  }
-  // The claimed write becomes the end of the call.
-  void FinishInsteadOfWrite() {
-    std::lock_guard lock(op_mutex_);
-    finished_ = true;
-  }
-  // False also while a write is in flight: its end will finish a cancelled call.
-  bool ClaimFinish() {
-    std::lock_guard lock(op_mutex_);
-    return !writing_ && !std::exchange(finished_, true);
-  }
-  bool ClaimFinishOfStalled(Clock::duration limit) {
-    std::lock_guard lock(op_mutex_);
-    return writing_ && Clock::now() - write_start_ >= limit && !std::exchange(finished_, true);
-  }
-  bool writing() {
-    std::lock_guard lock(op_mutex_);
-    return writing_;
-  }
-
-  // The same, and lets go of what waits: the call itself may live on until the reader takes its end.
-  void DropRequest() {
-    CancelRequest();
-    std::shared_ptr<ResponseStream> stream;  // ends outside the lock
-    std::lock_guard lock(mutex_);
-    stream = std::move(stream_);
-  }
-
-  // gRPC is done with the reactor.
-  void Release() {
-    CancelRequest();
-    self_.reset();
-  }
-
-  void FinishCancelled() {
-    Log(absl::StatusCode::kCancelled, UsageSoFar());
-    SendFinish(grpc::Status::CANCELLED);
-  }
-
-  virtual void SendFinish(const grpc::Status& status) = 0;
-  virtual bool WantsEvents() = 0;
-  virtual void Send(ResponseStream* stream) = 0;
-
-  const char* const method_;
-  GenerationService* const generation_;
-  WorkerPool* const pump_;
-  grpc::CallbackServerContext* const context_;
-  const GenerationService::CancelFlag cancelled_;
-  std::string request_id_;
-  TraceContext trace_;
-  const Clock::time_point arrival_ = Clock::now();
-
- private:
-  std::shared_ptr<Call> self_;
-  std::mutex op_mutex_;
-  bool writing_ = false;  // guarded by op_mutex_, as the next two
-  bool finished_ = false;
-  Clock::time_point write_start_;
-  std::mutex mutex_;
-  std::shared_ptr<ResponseStream> stream_;  // guarded by mutex_, as all below
-  bool driving_ = false;
-  bool drive_again_ = false;
-};
-
-// Calls that the stall sweeper looks at.
-class CallList {
- public:
-  void Add(const std::shared_ptr<Call>& call) {
-    std::lock_guard lock(mutex_);
-    calls_[call.get()] = call;
-  }
-  void Remove(Call* call) {
-    std::lock_guard lock(mutex_);
-    calls_.erase(call);
-  }
-  std::vector<std::shared_ptr<Call>> All() {
-    std::vector<std::shared_ptr<Call>> all;
-    std::lock_guard lock(mutex_);
-    for (const auto& [call, weak] : calls_) {
-      if (auto held = weak.lock()) all.push_back(std::move(held));
-    }
-    return all;
-  }
-
- private:
-  std::mutex mutex_;
-  std::unordered_map<Call*, std::weak_ptr<Call>> calls_;  // guarded by mutex_
-};
-
-class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::StreamGenerateResponse> {
- public:
-  using Call::Call;
+  using GrpcGenerationCall::GrpcGenerationCall;
 
   static grpc::ServerWriteReactor<pb::StreamGenerateResponse>* Start(GenerationService* generation, WorkerPool* pump,
-                                                                     CallList* list, const ApiKeys& keys,
+                                                                     GrpcCallList* list, const ApiKeys& keys,
                                                                      grpc::CallbackServerContext* context,
                                                                      const pb::StreamGenerateRequest& request) {
     auto call = std::make_shared<StreamCall>("StreamGenerate", generation, pump, context);
@@ -313,7 +87,7 @@ class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::Stream
       Log(finish->status.code(), finish->usage);
       AddUsageTrailers(context_, finish->usage);
       if (!finish->status.ok()) {
-        Finish(Refusal(context_, finish->status, request_id_, trace_));
+        Finish(GrpcRefusal(context_, finish->status, request_id_, trace_));
       } else {
         response_.Clear();
         ToProto(*finish, response_.mutable_usage());
@@ -362,14 +136,14 @@ class StreamCall final : public Call, public grpc::ServerWriteReactor<pb::Stream
     Release();
   }
 
-  CallList* list_ = nullptr;
+  GrpcCallList* list_ = nullptr;
   pb::StreamGenerateResponse response_;  // belongs to the claimed write
   std::atomic<bool> eager_{false};
 };
 
-class UnaryCall final : public Call, public grpc::ServerUnaryReactor {
+class UnaryCall final : public GrpcGenerationCall, public grpc::ServerUnaryReactor {
  public:
-  using Call::Call;
+  using GrpcGenerationCall::GrpcGenerationCall;
 
   static grpc::ServerUnaryReactor* Start(GenerationService* generation, WorkerPool* pump, const ApiKeys& keys,
                                          grpc::CallbackServerContext* context, const pb::GenerateRequest& request,
@@ -427,7 +201,7 @@ class UnaryCall final : public Call, public grpc::ServerUnaryReactor {
       if (!ClaimFinish()) return;
       Log(finish->status.code(), finish->usage);
       AddUsageTrailers(context_, finish->usage);
-      if (!finish->status.ok()) return Finish(Refusal(context_, finish->status, request_id_, trace_));
+      if (!finish->status.ok()) return Finish(GrpcRefusal(context_, finish->status, request_id_, trace_));
       AddInitialMetadata(context_, accepted_, trace_);
       ToProto(*finish, reply_.mutable_usage());
       response_->Swap(&reply_);
@@ -490,7 +264,7 @@ class GrpcGenerationService final : public pb::GenerationService::CallbackServic
   k3::GenerationService* const generation_;
   const ApiKeys* const keys_;
   const GrpcGenerationOptions options_;
-  CallList calls_;
+  GrpcCallList calls_;
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stopping_ = false;  // guarded by mutex_

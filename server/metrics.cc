@@ -90,8 +90,6 @@ Gauge& BindingGauge(Registry& registry, const std::string& pool) {
 
 std::string RejectReason(absl::StatusCode code) { return absl::AsciiStrToLower(absl::StatusCodeToString(code)); }
 
-double Seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
-
 // The engine's totals never fall; a counter that did would read as a restart.
 void Advance(Counter& counter, uint64_t before, uint64_t now) {
   if (now > before) counter.Increment(static_cast<double>(now - before));
@@ -99,115 +97,7 @@ void Advance(Counter& counter, uint64_t before, uint64_t now) {
 
 double Ratio(double part, double whole) { return whole > 0 ? part / whole : 0; }
 
-struct Alias {
-  std::string_view own;
-  std::string_view vllm;
-};
-
-// Same type and meaning on both sides; what differs is computed in AddVllmAliases.
-constexpr Alias kVllmAliases[] = {
-    {"k3serve_requests_running", "vllm:num_requests_running"},
-    {"k3serve_requests_waiting", "vllm:num_requests_waiting"},
-    {"k3serve_prefix_cache_query_tokens_total", "vllm:prefix_cache_queries_total"},
-    {"k3serve_prefix_cache_hit_tokens_total", "vllm:prefix_cache_hits_total"},
-    {"k3serve_prompt_tokens_total", "vllm:prompt_tokens_total"},
-    {"k3serve_generation_tokens_total", "vllm:generation_tokens_total"},
-    {"k3serve_requests_finished_total", "vllm:request_success_total"},
-    {"k3serve_preemptions_total", "vllm:num_preemptions_total"},
-    {"k3serve_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"},
-    {"k3serve_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"},
-    {"k3serve_inter_token_latency_seconds", "vllm:time_per_output_token_seconds"},  // its name in older releases
-    {"k3serve_e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"},
-    {"k3serve_queue_time_seconds", "vllm:request_queue_time_seconds"},
-    {"k3serve_prefill_time_seconds", "vllm:request_prefill_time_seconds"},
-    {"k3serve_decode_time_seconds", "vllm:request_decode_time_seconds"},
-    {"k3serve_request_prompt_tokens", "vllm:request_prompt_tokens"},
-    {"k3serve_request_generation_tokens", "vllm:request_generation_tokens"},
-};
-
 }  // namespace
-
-const char* OutcomeName(Outcome outcome) {
-  switch (outcome) {
-    case Outcome::kStop:
-      return "stop";
-    case Outcome::kLength:
-      return "length";
-    case Outcome::kToolCalls:
-      return "tool_calls";
-    case Outcome::kRepetition:
-      return "repetition";
-    case Outcome::kAbort:
-      return "abort";
-    case Outcome::kDeadline:
-      return "deadline";
-    case Outcome::kError:
-      return "error";
-  }
-  return "error";
-}
-
-Outcome OutcomeOf(const absl::Status& status, FinishReason last_reason) {
-  if (absl::IsCancelled(status)) return Outcome::kAbort;
-  if (absl::IsDeadlineExceeded(status)) return Outcome::kDeadline;
-  if (!status.ok()) return Outcome::kError;
-  switch (last_reason) {
-    case FinishReason::kStop:
-      return Outcome::kStop;
-    case FinishReason::kLength:
-      return Outcome::kLength;
-    case FinishReason::kRepetition:
-      return Outcome::kRepetition;
-    case FinishReason::kCancelled:
-      return Outcome::kAbort;
-    case FinishReason::kError:
-      return Outcome::kError;
-  }
-  return Outcome::kError;
-}
-
-RequestMetrics::RequestMetrics(Metrics* metrics, int32_t prompt_tokens, int32_t num_choices, Clock::time_point arrival)
-    : metrics_(metrics),
-      prompt_tokens_(prompt_tokens),
-      arrival_(arrival),
-      last_token_(static_cast<size_t>(std::max(1, num_choices)), arrival) {}
-
-RequestMetrics::~RequestMetrics() {
-  if (finished_) return;
-  RequestUsage usage;
-  usage.completion_tokens = tokens_;
-  OnFinished(Outcome::kError, usage);
-}
-
-void RequestMetrics::OnToken(int32_t choice, Clock::time_point now) {
-  if (finished_ || choice < 0 || static_cast<size_t>(choice) >= last_token_.size()) return;
-  Clock::time_point& last = last_token_[static_cast<size_t>(choice)];
-  if (tokens_ == 0) {
-    metrics_->time_to_first_token_.Observe(Seconds(now - arrival_));
-  } else if (last != arrival_) {
-    metrics_->inter_token_latency_.Observe(Seconds(now - last));
-  }
-  last = now;
-  ++tokens_;
-  metrics_->generation_tokens_.Increment();
-}
-
-void RequestMetrics::OnNoContent() { metrics_->replies_without_content_.Increment(); }
-
-void RequestMetrics::OnFinished(Outcome outcome, const RequestUsage& usage, Clock::time_point now) {
-  if (finished_) return;
-  finished_ = true;
-  const int32_t generated = std::max(tokens_, usage.completion_tokens);
-  metrics_->generation_tokens_.Increment(static_cast<double>(generated - tokens_));
-  metrics_->request_prompt_tokens_.Observe(prompt_tokens_);
-  metrics_->request_generation_tokens_.Observe(generated);
-  metrics_->e2e_request_latency_.Observe(Seconds(now - arrival_));
-  metrics_->queue_time_.Observe(usage.queue_seconds);
-  // Phases that the request never reached have no sample, not a zero one.
-  if (usage.prefill_seconds > 0) metrics_->prefill_time_.Observe(usage.prefill_seconds);
-  if (generated > 0) metrics_->decode_time_.Observe(usage.decode_seconds);
-  metrics_->requests_finished_[static_cast<size_t>(outcome)]->Increment();
-}
 
 Metrics::Metrics(Options options)
     : options_(std::move(options)),
@@ -373,44 +263,6 @@ void Metrics::ReadProcess() {
   std::error_code error;
   const std::filesystem::directory_iterator files("/proc/self/fd", error);
   if (!error) open_files_.Set(static_cast<double>(std::distance(begin(files), end(files))));
-}
-
-void Metrics::AddVllmAliases(std::vector<prometheus::MetricFamily>& families) const {
-  const prometheus::ClientMetric::Label model{"model_name", options_.model_name};
-  const prometheus::ClientMetric::Label engine{"engine", "0"};
-  std::vector<prometheus::MetricFamily> aliases;
-  for (const Alias& alias : kVllmAliases) {
-    for (const prometheus::MetricFamily& family : families) {
-      if (family.name != alias.own) continue;
-      prometheus::MetricFamily& copy = aliases.emplace_back(family);
-      copy.name = std::string(alias.vllm);
-      for (prometheus::ClientMetric& metric : copy.metric) {
-        for (prometheus::ClientMetric::Label& label : metric.label) {
-          if (label.name == "reason") label.name = "finished_reason";
-        }
-        metric.label.push_back(model);
-        metric.label.push_back(engine);
-      }
-    }
-  }
-  const auto add_gauge = [&](const std::string& name, const std::string& help, double value,
-                             std::vector<prometheus::ClientMetric::Label> labels) {
-    prometheus::MetricFamily& family = aliases.emplace_back();
-    family.name = name;
-    family.help = help;
-    family.type = prometheus::MetricType::Gauge;
-    prometheus::ClientMetric& metric = family.metric.emplace_back();
-    metric.gauge.value = value;
-    metric.label = std::move(labels);
-    metric.label.push_back(model);
-    metric.label.push_back(engine);
-  };
-  // Pages only; the state slots have their own gauges. One maximum over both pools would mislead an autoscaler.
-  add_gauge("vllm:kv_cache_usage_perc", "Latent pages held by live sequences, 0 to 1",
-            Ratio(static_cast<double>(last_load_.pages_used), static_cast<double>(last_load_.pages_total)), {});
-  add_gauge("vllm:cache_config_info", "Always 1", 1,
-            {{"block_size", absl::StrCat(limits_.page_size)}, {"num_gpu_blocks", absl::StrCat(limits_.latent_pages)}});
-  families.insert(families.end(), std::make_move_iterator(aliases.begin()), std::make_move_iterator(aliases.end()));
 }
 
 std::string Metrics::Render() {

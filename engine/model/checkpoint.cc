@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <mutex>
+#include <set>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -16,6 +18,14 @@ namespace {
 constexpr char kSingleFile[] = "model.safetensors";
 constexpr char kIndexFile[] = "model.safetensors.index.json";
 constexpr int kMaxIndexDepth = 16;
+
+// A checkpoint is opened several times in one start: for the plan, and by each rank. One warning is enough.
+bool FirstMention(const std::string& path) {
+  static std::mutex mutex;
+  static std::set<std::string> mentioned;  // guarded by mutex
+  std::lock_guard lock(mutex);
+  return mentioned.insert(path).second;
+}
 
 // Walks {"metadata": {...}, "weight_map": {name: file, ...}} and calls `entry(name, file)` for each pair.
 template <typename Entry>
@@ -215,7 +225,7 @@ absl::Status Checkpoint::OpenSharded(const std::string& dir, const std::string& 
   if (!misplaced.empty()) return disagree("tensors of the index are in another file than it names", misplaced);
   if (!doubled.empty()) return disagree("tensors are in the index twice", doubled);
   if (!unlisted.empty()) return disagree("tensors of the files are not in the index", unlisted);
-  if (total_size && *total_size != total_bytes_) {
+  if (total_size && *total_size != total_bytes_ && FirstMention(index_path)) {
     spdlog::warn("{}: metadata.total_size is {}, the files hold {} bytes of tensors", index_path, *total_size,
                  total_bytes_);
   }

@@ -1,9 +1,11 @@
 #include "server/commands/bench_config.h"
 
 #include <cmath>
+#include <fstream>
 #include <limits>
 #include <string_view>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -28,6 +30,7 @@ void AddFlags(FlagSet& flags, BenchConfig& config, Lists& lists) {
                "prompts as token ids, as text, or as a chat message; over HTTP the first two use /v1/completions, the "
                "last /v1/chat/completions");
   flags.Int("connections", &config.connections, {1, 1024}, "gRPC connections that share the streams");
+  flags.String("api-key-file", &config.api_key_file, "FILE", "the key to show: the file's first line");
   flags.Number("timeout", &config.timeout_seconds, {0.001, 86400}, "seconds after which a request counts as failed");
 
   flags.Group("Load");
@@ -106,6 +109,14 @@ absl::Status FinishFlags(const FlagSet& flags, const Lists& lists, BenchConfig& 
   }
   if (config.is_http() && config.bypass_prefix_cache) {
     return absl::InvalidArgumentError("--bypass-prefix-cache needs --target: the HTTP routes have no such field");
+  }
+
+  if (!config.api_key_file.empty()) {
+    std::ifstream file(config.api_key_file);
+    if (!std::getline(file, config.api_key)) {
+      return absl::InvalidArgumentError(absl::StrCat("--api-key-file: cannot read a key from ", config.api_key_file));
+    }
+    config.api_key = std::string(absl::StripAsciiWhitespace(config.api_key));
   }
 
   config.input = config.input_name == "ids"    ? BenchInput::kIds

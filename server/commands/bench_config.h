@@ -23,6 +23,8 @@ struct BenchConfig {
   BenchInput input = BenchInput::kIds;
   int64_t connections = 4;  // gRPC: HTTP/2 connections that share the streams
   double timeout_seconds = 600;
+  std::string api_key_file;
+  std::string api_key;  // its first line
 
   // How hard. One run per entry; exactly one of the lists has entries, except that a trace alone may have neither.
   std::vector<double> request_rates;   // open loop, requests per second, Poisson; infinity sends all at once

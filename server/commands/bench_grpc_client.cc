@@ -15,6 +15,10 @@ namespace v1 = ::k3serve::inference::v1;
 
 constexpr auto kConnectTimeout = std::chrono::seconds(10);
 
+void ShowKey(const BenchConfig& config, grpc::ClientContext* context) {
+  if (!config.api_key.empty()) context->AddMetadata("authorization", "Bearer " + config.api_key);
+}
+
 void FillSpec(const BenchConfig& config, const BenchRequest& request, const std::string& model,
               v1::GenerationSpec* spec) {
   spec->set_model(model);
@@ -99,6 +103,7 @@ class BenchGrpcClient::Exchange : public grpc::ClientReadReactor<v1::StreamGener
     context_.set_deadline(std::chrono::system_clock::now() +
                           std::chrono::duration_cast<std::chrono::system_clock::duration>(
                               std::chrono::duration<double>(client_->config_.timeout_seconds)));
+    ShowKey(client_->config_, &context_);
     stub->async()->StreamGenerate(&context_, &request_, this);
     StartRead(&response_);
     StartCall();
@@ -175,6 +180,7 @@ absl::StatusOr<BenchServerInfo> BenchGrpcClient::Prepare() {
   {
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + kConnectTimeout);
+    ShowKey(config_, &context);
     v1::GetServerInfoResponse response;
     const grpc::Status status = stub->GetServerInfo(&context, v1::GetServerInfoRequest(), &response);
     if (!status.ok()) return ToAbsl("GetServerInfo", status);
@@ -185,6 +191,7 @@ absl::StatusOr<BenchServerInfo> BenchGrpcClient::Prepare() {
   if (model_.empty()) {
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + kConnectTimeout);
+    ShowKey(config_, &context);
     v1::ListModelsResponse response;
     const grpc::Status status = stub->ListModels(&context, v1::ListModelsRequest(), &response);
     if (!status.ok()) return ToAbsl("ListModels", status);

@@ -36,12 +36,13 @@ constexpr size_t kErrorBodyLimit = 64 << 10;
 
 // One blocking request of Prepare, on a loop of its own.
 absl::StatusOr<std::string> Get(const HttpUrl& url, const tcp::resolver::results_type& endpoints,
-                                const std::string& path) {
+                                const std::string& path, const std::string& api_key) {
   asio::io_context io;
   beast::tcp_stream stream(io);
   http::request<http::empty_body> request(http::verb::get, url.base + path, 11);
   request.set(http::field::host, url.authority());
   request.set(http::field::user_agent, "k3serve-bench");
+  if (!api_key.empty()) request.set(http::field::authorization, "Bearer " + api_key);
   beast::flat_buffer buffer;
   http::response<http::string_body> response;
   ErrorCode failure;
@@ -161,6 +162,8 @@ class BenchHttpClient::Exchange : public std::enable_shared_from_this<Exchange> 
     record_.kind = request.kind;
     request_.set(http::field::host, loop->url_.authority());
     request_.set(http::field::user_agent, "k3serve-bench");
+    const std::string& api_key = loop->config_.api_key;
+    if (!api_key.empty()) request_.set(http::field::authorization, "Bearer " + api_key);
     request_.set(http::field::content_type, "application/json");
     request_.set(http::field::accept, "text/event-stream");
     request_.body() = OpenAiBody(loop->config_, request, loop->model_);
@@ -292,7 +295,7 @@ absl::StatusOr<BenchServerInfo> BenchHttpClient::Prepare() {
   loop_->endpoints_ = resolver.resolve(loop_->url_.host, loop_->url_.port, ec);
   if (ec) return absl::UnavailableError(absl::StrCat("cannot resolve ", loop_->url_.host, ": ", ec.message()));
 
-  const absl::StatusOr<std::string> models = Get(loop_->url_, loop_->endpoints_, "/v1/models");
+  const absl::StatusOr<std::string> models = Get(loop_->url_, loop_->endpoints_, "/v1/models", loop_->config_.api_key);
   if (!models.ok()) return models.status();
   loop_->model_ = loop_->config_.model;
   if (loop_->model_.empty()) {
@@ -307,7 +310,9 @@ absl::StatusOr<BenchServerInfo> BenchHttpClient::Prepare() {
   info.server = loop_->url_.authority();
   info.model = loop_->model_;
   // Not every server has this route; without it random ids stay below what any vocabulary has.
-  if (const absl::StatusOr<std::string> text = Get(loop_->url_, loop_->endpoints_, "/tokenizer_info"); text.ok()) {
+  if (const absl::StatusOr<std::string> text =
+          Get(loop_->url_, loop_->endpoints_, "/tokenizer_info", loop_->config_.api_key);
+      text.ok()) {
     const nlohmann::json tokenizer = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
     if (tokenizer.is_object() && tokenizer.contains("vocab_size") && tokenizer["vocab_size"].is_number_integer()) {
       info.vocab_size = tokenizer["vocab_size"].get<int32_t>();

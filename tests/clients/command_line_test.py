@@ -132,6 +132,22 @@ class StartAndStopTest(unittest.TestCase):
         for args in (["verify", "--server", "ftp://x"], ["verify", MODEL, "--server", server.url]):
             self.assertEqual(run(*args).returncode, 2, args)
 
+    def test_bench_shows_its_key(self):
+        with tempfile.NamedTemporaryFile("w") as keys:
+            keys.write("sesame\n")
+            keys.flush()
+            server = self.start("--api-key-file", keys.name)
+            for address in (["--target", server.grpc], ["--url", server.url]):
+                common = ["bench", *address, "--num-requests", "4", "--input-len", "8", "--output-len", "4",
+                          "--no-progress"]
+                self.assertNotEqual(run(*common).returncode, 0)
+                result = run(*common, "--api-key-file", keys.name)
+                self.assertEqual(result.returncode, 0, result.stderr)
+            checked = run("verify", "--server", server.url, "--target", server.grpc, "--api-key-file", keys.name)
+            self.assertEqual(checked.returncode, 0, checked.stdout)
+            self.assertIn("http.keys", checked.stdout)
+            self.assertEqual(server.stop(), 0)
+
     def test_kill_and_restart_on_the_same_ports(self):
         def shared_memory():
             return sorted(os.listdir("/dev/shm"))

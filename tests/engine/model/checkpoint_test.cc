@@ -173,6 +173,8 @@ TEST_F(ShardedCheckpointTest, WrongTotalIsAWarning) {
   EXPECT_TRUE(Checkpoint::Open(dir_.path()).ok());
   EXPECT_EQ(log.Count("warn"), 1);
   EXPECT_THAT(log.text(), HasSubstr("total_size is 17"));
+  EXPECT_TRUE(Checkpoint::Open(dir_.path()).ok());
+  EXPECT_EQ(log.Count("warn"), 1) << "a start opens it more than once";
 }
 
 TEST_F(ShardedCheckpointTest, NoIndexOrNoWeights) {

@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""Writes the table of `serve`'s flags into README.md, from what the program itself says, between the two marker lines.
+With --check it changes nothing and fails when the table is stale, or when the program links a library whose package has
+no row in the table of licences.
+
+  scripts/readme_tables.py [--check] [--binary build/k3serve]
+"""
+
+import argparse
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- flags: begin, made by scripts/readme_tables.py -->", "<!-- flags: end -->"
+
+
+def table(binary):
+    help_text = subprocess.run([binary, "serve", "--help"], capture_output=True, text=True, check=True).stdout
+    lines, group, flag = [], None, None
+    flags = []  # (group, name, value, help)
+    for line in help_text.splitlines():
+        head = re.fullmatch(r"(\w[\w ,]*):", line)
+        start = re.match(r"  --(\[no-\])?([a-z0-9-]+)(?: (\S.*?))?(?:\s{2,}(.*))?$", line)
+        if head:
+            group = head.group(1)
+        elif start:
+            flags.append([group, start.group(2), start.group(3) or "", start.group(4) or ""])
+        elif flags and line.startswith(" " * 10):
+            flags[-1][3] += " " + line.strip()
+    for name_group in dict.fromkeys(f[0] for f in flags):
+        if name_group == "Other":
+            continue
+        lines += ["", f"**{name_group}**", "", "| flag | default | what it sets |", "|---|---|---|"]
+        for flag in flags:
+            if flag[0] != name_group:
+                continue
+            text = flag[3].strip()
+            match = re.search(r" ?\[([^\[\]]*)\]$", text)
+            default = match.group(1) if match else ("off" if not flag[2] else "")
+            text = text[:match.start()] if match else text
+            value = f" {flag[2]}" if flag[2] else ""
+            shown = f"`--{flag[1]}{value}`".replace("|", "\\|")
+            lines.append(f"| {shown} | {default} | {text.strip()} |")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def unlisted_libraries(binary, text):
+    """Linked libraries whose Debian package the licence table does not name; none where there is no dpkg."""
+    licences = text.split("## Licences")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([^`]+)`", licences))
+    missing = set()
+    for line in subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout.splitlines():
+        match = re.match(r"\s*(\S+) => (/\S+)", line)
+        if not match:
+            continue
+        real = str(pathlib.Path(match.group(2)).resolve())
+        try:
+            found = [subprocess.run(["dpkg-query", "-S", path], capture_output=True, text=True).stdout
+                     for path in (real, real.removeprefix("/usr"))]
+        except FileNotFoundError:
+            return set()
+        owners = {owner.split(":")[0] for text in found for owner in text.splitlines()}
+        if owners and not owners & named:
+            missing |= owners
+    return missing
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--binary", default=str(ROOT / "build" / "k3serve"))
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    path = ROOT / "README.md"
+    text = path.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        sys.exit("readme_tables: README.md lacks the marker lines")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    missing = unlisted_libraries(args.binary, text)
+    if missing:
+        sys.exit(f"readme_tables: linked, but not in README's table of licences: {', '.join(sorted(missing))}")
+    fresh = f"{before}{BEGIN}\n\n{table(args.binary)}\n{END}{after}"
+    if fresh == text:
+        return
+    if args.check:
+        sys.exit("readme_tables: the table of flags in README.md is stale: run scripts/readme_tables.py")
+    path.write_text(fresh)
+
+
+if __name__ == "__main__":
+    main()
