@@ -44,7 +44,7 @@ class TlsTest(unittest.TestCase):
         return context
 
     def connection(self, server, client=None, authority=None):
-        connection = http.client.HTTPSConnection(server.http, timeout=20, context=self.context(client, authority))
+        connection = http.client.HTTPSConnection(server.http, timeout=120, context=self.context(client, authority))
         self.addCleanup(connection.close)
         return connection
 
@@ -64,7 +64,7 @@ class TlsTest(unittest.TestCase):
 
     def generate(self, channel, tokens=5, metadata=()):
         request = service.GenerateRequest(spec=token_spec([100] * 5, max_new_tokens=tokens, ignore_eos=True))
-        return service_grpc.GenerationServiceStub(channel).Generate(request, timeout=20, metadata=metadata)
+        return service_grpc.GenerationServiceStub(channel).Generate(request, timeout=120, metadata=metadata)
 
     def test_both_front_ends(self):
         server = self.start()
@@ -144,14 +144,14 @@ class TlsTest(unittest.TestCase):
         self.assertEqual(server.stop(), 0)
 
     def test_drain_waits_for_streams_over_tls(self):
-        server = self.start()
+        server = self.start("--shutdown-timeout", "100")
         results = []
 
         def read_http():
-            results.append(self.complete(self.connection(server), tokens=1500, stream=True)[1][-14:])
+            results.append(self.complete(self.connection(server), tokens=700, stream=True)[1][-14:])
 
         def read_grpc():
-            results.append(self.generate(self.channel(server), tokens=1500).usage.completion_tokens)
+            results.append(self.generate(self.channel(server), tokens=700).usage.completion_tokens)
 
         threads = [threading.Thread(target=target) for target in (read_http, read_grpc)]
         for thread in threads:
@@ -164,8 +164,8 @@ class TlsTest(unittest.TestCase):
         self.assertEqual(connection.getresponse().status, 503)
         for thread in threads:
             thread.join()
-        self.assertCountEqual(results, ["data: [DONE]\n\n", 1500])
-        self.assertEqual(server.process.wait(timeout=10), 0)
+        self.assertCountEqual(results, ["data: [DONE]\n\n", 700])
+        self.assertEqual(server.process.wait(timeout=120), 0)
 
     def serial(self, address):
         host, port = address.split(":")
