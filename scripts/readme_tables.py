@@ -50,20 +50,22 @@ def unlisted_libraries(binary, text):
     """Linked libraries whose Debian package the licence table does not name; none where there is no dpkg."""
     licences = text.split("## Licences")[1].split("\n## ")[0]
     named = set(re.findall(r"`([^`]+)`", licences))
+    linked = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
+    real = [str(pathlib.Path(path).resolve()) for path in re.findall(r" => (/\S+)", linked)]
+    # The package database may name a file below /lib, which is /usr/lib.
+    paths = [path for library in real for path in (library, library.removeprefix("/usr"))]
+    try:
+        found = subprocess.run(["dpkg-query", "-S", *paths], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        return set()
+    owners = {}
+    for line in found.splitlines():
+        package, path = line.split(": ", 1)
+        owners.setdefault(path.removeprefix("/usr"), set()).add(package.split(":")[0])
     missing = set()
-    for line in subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout.splitlines():
-        match = re.match(r"\s*(\S+) => (/\S+)", line)
-        if not match:
-            continue
-        real = str(pathlib.Path(match.group(2)).resolve())
-        try:
-            found = [subprocess.run(["dpkg-query", "-S", path], capture_output=True, text=True).stdout
-                     for path in (real, real.removeprefix("/usr"))]
-        except FileNotFoundError:
-            return set()
-        owners = {owner.split(":")[0] for text in found for owner in text.splitlines()}
-        if owners and not owners & named:
-            missing |= owners
+    for packages in owners.values():
+        if not packages & named:
+            missing |= packages
     return missing
 
 
