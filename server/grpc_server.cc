@@ -12,6 +12,7 @@
 #include "server/grpc_credentials.h"
 #include "server/grpc_generation.h"
 #include "server/grpc_health.h"
+#include "server/grpc_malformed.h"
 #include "server/grpc_reflection.h"
 
 namespace k3 {
@@ -61,6 +62,7 @@ absl::Status Listen(const GrpcServerOptions& options, int port, ServerHealth* he
   listener->services.push_back(MakeReflectionV1Alpha(names));
   grpc::ServerBuilder builder;
   SetTransport(builder, options);
+  builder.experimental().SetInterceptorCreators(MakeMalformedMessageInterceptors());
   const std::string address = Address(options.host, port);
   listener->credentials = MakeServerCredentials(options.tls);
   builder.AddListeningPort(address, listener->credentials, &listener->port);

@@ -174,6 +174,25 @@ class OverloadTest(unittest.TestCase):
             stub.Generate(service.GenerateRequest(spec=token_spec([5], max_new_tokens=2)))  # the connection goes on
         self.assertEqual(small.stop(), 0)
 
+    def test_messages_that_do_not_parse(self):
+        server = self.start()
+        with grpc.insecure_channel(server.grpc) as channel:
+            path = "/k3serve.inference.v1.GenerationService/"
+            for _ in range(3):
+                unary = channel.unary_unary(path + "Generate", bytes, bytes)
+                stream = channel.unary_stream(path + "StreamGenerate", bytes, bytes)
+                for ask in (lambda: unary(b"\xff\xff\xff\xff"), lambda: list(stream(b"\x0a\xff"))):
+                    with self.assertRaises(grpc.RpcError) as caught:
+                        ask()
+                    self.assertEqual(caught.exception.code(), grpc.StatusCode.INVALID_ARGUMENT)
+                    self.assertTrue(caught.exception.details())
+            with self.assertRaises(grpc.RpcError) as caught:
+                channel.unary_unary(path + "NoSuchMethod", bytes, bytes)(b"")
+            self.assertEqual(caught.exception.code(), grpc.StatusCode.UNIMPLEMENTED)
+            spec = token_spec([5], max_new_tokens=2, ignore_eos=True)
+            service_grpc.GenerationServiceStub(channel).Generate(service.GenerateRequest(spec=spec))
+        self.assertEqual(server.stop(), 0)
+
     def test_limits_of_requests_and_keys(self):
         with tempfile.NamedTemporaryFile("w") as keys:
             keys.write("one\ntwo\n")
