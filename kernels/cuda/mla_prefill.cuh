@@ -128,37 +128,31 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) MlaPrefillKernel(PrefillAr
     }
   }
 
-  float score[32] = {}, next[32] = {};
-  const auto issue_scores = [&](int tile, float(&to)[32]) {
+  float score[32] = {};
+  float shrink[2];
+  uint32_t probabilities[4][4];
+  const auto issue_scores = [&](int tile) {
     const PrefillStage& stage = s.stage[tile % kPrefillStages];
 #pragma unroll
     for (int c = 0; c < 3; ++c) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        GroupMma<64>(to, SharedOperand(s.q[c] + 64 * 128 * group + 32 * k), SharedOperand(stage.k[c] + 32 * k),
+        GroupMma<64>(score, SharedOperand(s.q[c] + 64 * 128 * group + 32 * k), SharedOperand(stage.k[c] + 32 * k),
                      c > 0 || k > 0);
       }
     }
     GroupMmaCommit();
   };
-  if (tiles > 0) {
-    CopyAsyncWait<kPrefillStages - 2>();
-    FenceSharedForMatrix();
-    __syncthreads();
-    GroupMmaFence();
-    issue_scores(0, score);
-  }
-  for (int tile = 0; tile < tiles; ++tile) {
-    // The products of the turn before are done in all threads after the barrier, so that its stage is free.
-    GroupMmaWait<0>();
-    CopyAsyncWait<kPrefillStages - 3>();
-    FenceSharedForMatrix();
-    __syncthreads();
-    fetch(tile + kPrefillStages - 1);
-    GroupMmaFence();
-    if (tile + 1 < tiles) issue_scores(tile + 1, next);
-
-    // Softmax of this tile while the next one's scores are made.
+  const auto issue_values = [&](int tile) {
+    const PrefillStage& stage = s.stage[tile % kPrefillStages];
+#pragma unroll
+    for (int k = 0; k < kPrefillKeys / 16; ++k) {
+      GroupMma<128, true>(out, probabilities[k], SharedOperand(stage.v[0] + 2048 * k, 1024, kPrefillKeys * 128));
+    }
+    GroupMmaCommit();
+  };
+  // Scores become probabilities over the new maximum, in place; `shrink` is what earlier sums must be multiplied by.
+  const auto softmax = [&](int tile) {
     const int first_key = tile * kPrefillKeys + 2 * t;
     float tile_top[2] = {-INFINITY, -INFINITY};
     const bool masked = (tile + 1) * kPrefillKeys > min(limit[0], limit[1]);
@@ -168,7 +162,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) MlaPrefillKernel(PrefillAr
       if (masked && first_key + j / 4 * 8 + j % 2 >= limit[i]) score[j] = -INFINITY;
       tile_top[i] = fmaxf(tile_top[i], score[j]);
     }
-    float base[2], shrink[2];
+    float base[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       tile_top[i] = fmaxf(tile_top[i], __shfl_xor_sync(kAllLanes, tile_top[i], 1));
@@ -179,29 +173,49 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) MlaPrefillKernel(PrefillAr
       top[i] = new_top;
       sum[i] *= shrink[i];
     }
-    uint32_t probabilities[4][4];
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      const int i = j / 2 % 2;
+      score[j] = Exp2(fmaf(score[j], args.scale_log2, -base[i]));
+      sum[i] += score[j];
+    }
+  };
+  // Only while no product is in flight: all of its registers are touched.
+  const auto take_over = [&] {
 #pragma unroll
     for (int j = 0; j < 32; j += 2) {
-      const int i = j / 2 % 2;
-      const float x = Exp2(fmaf(score[j], args.scale_log2, -base[i])),
-                  y = Exp2(fmaf(score[j + 1], args.scale_log2, -base[i]));
-      sum[i] += x + y;
-      probabilities[j / 8][j / 4 % 2 * 2 + i] = PackBf16(x, y);
+      probabilities[j / 8][j / 4 % 2 * 2 + j / 2 % 2] = PackBf16(score[j], score[j + 1]);
     }
 #pragma unroll
     for (int j = 0; j < 64; ++j) out[j] *= shrink[j / 2 % 2];
+  };
+  if (tiles > 0) {
+    CopyAsyncWait<kPrefillStages - 2>();
+    FenceSharedForMatrix();
+    __syncthreads();
     GroupMmaFence();
-    const PrefillStage& stage = s.stage[tile % kPrefillStages];
-#pragma unroll
-    for (int k = 0; k < kPrefillKeys / 16; ++k) {
-      GroupMma<128, true>(out, probabilities[k], SharedOperand(stage.v[0] + 2048 * k, 1024, kPrefillKeys * 128));
+    issue_scores(0);
+    GroupMmaWait<0>();
+    softmax(0);
+    take_over();
+    for (int tile = 0; tile + 1 < tiles; ++tile) {
+      CopyAsyncWait<kPrefillStages - 3>();
+      FenceSharedForMatrix();
+      // All threads have waited for the products of the turn before, so that its stage is free.
+      __syncthreads();
+      fetch(tile + kPrefillStages - 1);
+      GroupMmaFence();
+      issue_scores(tile + 1);
+      issue_values(tile);
+      GroupMmaWait<1>();
+      softmax(tile + 1);  // while the values are summed
+      GroupMmaWait<0>();
+      take_over();
     }
-    GroupMmaCommit();
-    GroupMmaWait<1>();  // the next scores
-#pragma unroll
-    for (int j = 0; j < 32; ++j) score[j] = next[j];
+    GroupMmaFence();
+    issue_values(tiles - 1);
+    GroupMmaWait<0>();
   }
-  GroupMmaWait<0>();
 
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -4,6 +4,7 @@
 #include "kernels/cuda/moe_stream.cuh"
 #include "kernels/cuda/moe_tile.cuh"
 #include "kernels/cuda/op_table.h"
+#include "kernels/cuda/tensor_map.h"
 
 namespace k3::cuda {
 namespace {
@@ -101,8 +102,8 @@ void Streamed(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBl
   StreamProduct<false>(experts, args, mean, active, queue);
 }
 
-void Tiled(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& block, const MoeScratch& scratch,
-           cudaStream_t queue) {
+void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& block,
+           const MoeScratch& scratch, cudaStream_t queue) {
   const bool packed = experts.form == ExpertForm::kMxfp4;
   const int group = packed ? experts.expanded_experts : experts.count;
   const int64_t size13 = 2 * experts.inner * experts.in, size2 = experts.in * experts.inner;
@@ -130,25 +131,24 @@ void Tiled(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock
     args.activation = p.activation;
     // Every expert may have a tile that is not full.
     const int64_t tiles = CeilDiv(block.pairs(), kMoeTileRows) + std::min<int64_t>(last - first, block.pairs());
-    const auto launch = [&](auto* kernel, const char* name) {
+    const auto launch = [&](auto* kernel, const bf16* weights, const char* name) {
+      const int64_t most = tiles * CeilDiv(args.out, kTileColumns);
       Launch(kernel,
-             {.grid = dim3(static_cast<unsigned>(CeilDiv(args.out, kTileColumns)), static_cast<unsigned>(tiles)),
+             {.grid = dim3(static_cast<unsigned>(std::min<int64_t>(most, device.multiprocessors))),
               .block = dim3(kTileThreads),
               .shared = sizeof(TileShared)},
-             queue, name, args);
+             queue, name, MatrixBoxes(weights, last - first, args.out, args.in, kTileColumns), args);
     };
     args.in = static_cast<int>(experts.in);
     args.out = static_cast<int>(2 * experts.inner);
     args.x = AsMatrix<const bf16>(block.x);
-    args.weights = w13;
     args.y = static_cast<bf16*>(scratch.h);
-    launch(&MoeTileKernel<true>, "MoeUpTile");
+    launch(&MoeTileKernel<true>, w13, "MoeUpTile");
     args.in = static_cast<int>(experts.inner);
     args.out = static_cast<int>(experts.in);
     args.x = {static_cast<const bf16*>(scratch.h), experts.inner};
-    args.weights = w2;
     args.y = static_cast<bf16*>(scratch.y);
-    launch(&MoeTileKernel<false>, "MoeDownTile");
+    launch(&MoeTileKernel<false>, w2, "MoeDownTile");
   }
 }
 
@@ -247,7 +247,7 @@ void MoeExperts(const Device& device, const MoeExpertsParams& p, cudaStream_t qu
       } else if (few || device.batch_invariant) {
         Streamed(p, *experts, block, scratch, queue);
       } else {
-        Tiled(p, *experts, block, scratch, queue);
+        Tiled(device, p, *experts, block, scratch, queue);
       }
     }
     if (device.act == DType::kF32) {

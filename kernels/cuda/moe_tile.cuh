@@ -1,140 +1,216 @@
 #pragma once
 
+#include <cuda.h>
+
 #include "kernels/cuda/group_mma.cuh"
 #include "kernels/cuda/moe.cuh"
 
 // Expert products for many picks an expert: tiles of 128 picks x 256 weight rows, bf16, warpgroup products with both
-// operands in shared memory. Two warpgroups take 64 picks each; every thread also copies, four stages of 64 inputs
-// deep.
+// operands in shared memory. One resident block a multiprocessor takes tile after tile. Four warps copy: the picks'
+// rows, which lie anywhere, 16 bytes a thread, the weights as one box of the copy engine. Two warpgroups multiply, 64
+// picks each. The copies of the next tile run while the results of the last one are stored.
 namespace k3::cuda {
 
-constexpr int kTileThreads = 256;
+constexpr int kTileMultiplyThreads = 256;
+constexpr int kTileCopyThreads = 128;
+constexpr int kTileThreads = kTileMultiplyThreads + kTileCopyThreads;
 constexpr int kTileColumns = 256;  // weight rows
 constexpr int kTileDepth = 64;
 constexpr int kTileStages = 4;
+constexpr int kTileLag = 1;  // copied steps whose arrival a copying thread has not seen yet
 
 struct TileShared {
   alignas(1024) unsigned char x[kTileStages][kMoeTileRows * 128];
   alignas(1024) unsigned char w[kTileStages][kTileColumns * 128];
+  uint64_t full[kTileStages];   // every copying thread, and the copy engine
+  uint64_t empty[kTileStages];  // every multiplying warp
 };
 
 struct TileArgs {
   MoePlan plan;
   int expert_begin, expert_end;  // local experts of this launch
-  int in, out;                   // contraction and weight rows of this product; multiples of 8
+  int in, out;                   // contraction and weight rows of this product; multiples of 32
   ActivationSpec activation;
   Matrix<const bf16> x;  // up: [tokens, in]; down: h [picks, in]
-  const bf16* weights;   // of expert_begin, [out, in] an expert
   bf16* y;               // up: h [picks, out / 2]; down: [picks, out]
 };
 
-// Grid (weight row tiles, pick tiles of the launch's experts).
-template <bool kUp>
-__global__ void __launch_bounds__(kTileThreads, 1) MoeTileKernel(TileArgs args) {
-  TileShared& s = *DynamicShared<TileShared>();
-  const int tile = args.plan.tile_begin[args.expert_begin] + blockIdx.y;
-  if (tile >= args.plan.tile_begin[args.expert_end]) return;
-  int expert = args.expert_begin, high = args.expert_end - 1;  // the last expert whose first tile is at most `tile`
-  while (expert < high) {
-    const int middle = (expert + high + 1) / 2;
-    if (args.plan.tile_begin[middle] <= tile) {
-      expert = middle;
+struct MoeTile {
+  int expert;
+  int begin, count;  // picks
+  int first_row;     // of the expert's weights
+};
+
+// Tiles are numbered by expert, then weight rows, then picks, so that blocks that run together share weights.
+__device__ __forceinline__ bool FindTile(const TileArgs& args, int number, MoeTile& tile) {
+  const int* tile_begin = args.plan.tile_begin;
+  const int columns = (args.out + kTileColumns - 1) / kTileColumns;
+  const int first = tile_begin[args.expert_begin];
+  if (number >= (tile_begin[args.expert_end] - first) * columns) return false;
+  int low = args.expert_begin, high = args.expert_end - 1;  // the last expert whose first tile is at most `number`
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if ((tile_begin[middle] - first) * columns <= number) {
+      low = middle;
     } else {
       high = middle - 1;
     }
   }
-  const int begin = args.plan.expert_begin[expert] + (tile - args.plan.tile_begin[expert]) * kMoeTileRows;
-  const int count = min(kMoeTileRows, args.plan.expert_begin[expert + 1] - begin);
-  const int first_row = blockIdx.x * kTileColumns;
-  const int lane = threadIdx.x % 32, group = threadIdx.x / 128;
+  const int tiles = tile_begin[low + 1] - tile_begin[low];
+  const int local = number - (tile_begin[low] - first) * columns;
+  tile.expert = low;
+  tile.begin = args.plan.expert_begin[low] + local % tiles * kMoeTileRows;
+  tile.count = min(kMoeTileRows, args.plan.expert_begin[low + 1] - tile.begin);
+  tile.first_row = local / tiles * kTileColumns;
+  return true;
+}
 
-  // This thread copies 16 bytes of each of these rows a stage.
-  const int piece = threadIdx.x % 8, copy_row = threadIdx.x / 8;
-  constexpr int kRowStep = kTileThreads / 8;
-  const bf16* x[kMoeTileRows / kRowStep];
-#pragma unroll
-  for (int i = 0; i < kMoeTileRows / kRowStep; ++i) {
-    const int r = copy_row + i * kRowStep;
-    const int pick = begin + min(r, count - 1);
-    x[i] = args.x.Row(kUp ? args.plan.token_of[pick] : pick) + 8 * piece;
-  }
-  const bf16* w = args.weights +
-                  (static_cast<int64_t>(expert - args.expert_begin) * args.out + first_row + copy_row) * args.in +
-                  8 * piece;
-  const int64_t w_step = static_cast<int64_t>(kRowStep) * args.in;
+template <bool kUp>
+__device__ __forceinline__ void CopyTiles(TileShared& s, const CUtensorMap& weights, const TileArgs& args) {
+  constexpr int kRowStep = kTileCopyThreads / 8;
+  constexpr int kRows = kMoeTileRows / kRowStep;
+  const int thread = threadIdx.x - kTileMultiplyThreads;
+  // This thread copies 16 bytes of each of kRows rows a step.
+  const int piece = thread % 8, copy_row = thread / 8;
   const int steps = (args.in + kTileDepth - 1) / kTileDepth;
-  const auto fetch = [&](int step) {
-    if (step < steps) {
-      const int stage = step % kTileStages;
-      const int k = step * kTileDepth;
+  int n = 0;  // steps of all tiles so far
+  MoeTile tile;
+  for (int number = blockIdx.x; FindTile(args, number, tile); number += gridDim.x) {
+    const bf16* x[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int pick = tile.begin + min(copy_row + i * kRowStep, tile.count - 1);
+      x[i] = args.x.Row(kUp ? args.plan.token_of[pick] : pick) + 8 * piece;
+    }
+    for (int step = 0; step < steps; ++step, ++n) {
+      const int stage = n % kTileStages, k = step * kTileDepth;
+      BarrierWait(&s.empty[stage], (n / kTileStages & 1) ^ 1);
+      if (thread == 0) {
+        BarrierArriveExpect(&s.full[stage], kTileColumns * 128);
+        CopyTensor3(s.w[stage], &weights, k, tile.first_row, tile.expert - args.expert_begin, &s.full[stage]);
+      }
       const bool inside = k + 8 * piece < args.in;
 #pragma unroll
-      for (int i = 0; i < kMoeTileRows / kRowStep; ++i) {
+      for (int i = 0; i < kRows; ++i) {
         const int r = copy_row + i * kRowStep;
-        const bool valid = inside && r < count;
-        CopyAsync16(s.x[stage] + Swizzle128(r, piece), valid ? x[i] + k : args.weights, valid);
+        const bool valid = inside && r < tile.count;
+        CopyAsync16(s.x[stage] + Swizzle128(r, piece), valid ? x[i] + k : args.x.data, valid);
       }
+      CopyAsyncCommit();
+      if (n < kTileLag) continue;
+      CopyAsyncWait<kTileLag>();
+      FenceSharedForMatrix();
+      BarrierArrive(&s.full[(n - kTileLag) % kTileStages]);
+    }
+  }
+  CopyAsyncWait<0>();
+  FenceSharedForMatrix();
+  for (int late = max(0, n - kTileLag); late < n; ++late) BarrierArrive(&s.full[late % kTileStages]);
+}
+
+// Of four lanes that hold v[0..3] each, lane t gets the four values v[t].
+__device__ __forceinline__ void TransposeQuad(uint32_t (&v)[4], int t) {
 #pragma unroll
-      for (int i = 0; i < kTileColumns / kRowStep; ++i) {
-        const int r = copy_row + i * kRowStep;
-        const bool valid = inside && first_row + r < args.out;
-        CopyAsync16(s.w[stage] + Swizzle128(r, piece), valid ? w + i * w_step + k : args.weights, valid);
+  for (int distance = 1; distance <= 2; distance *= 2) {
+    const bool upper = (t & distance) != 0;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int a = distance == 1 ? 2 * pair : pair, b = a + distance;
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? v[a] : v[b], distance);
+      (upper ? v[a] : v[b]) = got;
+    }
+  }
+}
+
+template <bool kUp>
+__device__ __forceinline__ void StoreTile(const TileArgs& args, const MoeTile& tile,
+                                          const float (&sum)[kTileColumns / 2]) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  constexpr int kPieces = kUp ? kTileColumns / 16 : kTileColumns / 8;  // 8 results of a row each
+  const int width = kUp ? args.out / 2 : args.out;
+  const int first = kUp ? tile.first_row / 2 : tile.first_row;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int r = threadIdx.x / 32 * 16 + g + 8 * i;
+    bf16* to = args.y + static_cast<int64_t>(tile.begin + r) * width + first + 8 * t;
+#pragma unroll
+    for (int j = 0; j < kPieces; j += 4) {
+      uint32_t v[4];
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        if constexpr (kUp) {
+          const float* gate = &sum[8 * (j + q) + 2 * i];
+          const float* up = gate + 4;
+          v[q] = PackBf16(Activate(args.activation, gate[0], up[0]), Activate(args.activation, gate[1], up[1]));
+        } else {
+          v[q] = PackBf16(sum[4 * (j + q) + 2 * i], sum[4 * (j + q) + 2 * i + 1]);
+        }
+      }
+      TransposeQuad(v, t);
+      if (r < tile.count && first + 8 * (j + t) < width) {
+        *reinterpret_cast<uint4*>(to + 8 * j) = make_uint4(v[0], v[1], v[2], v[3]);
       }
     }
-    CopyAsyncCommit();
-  };
-  constexpr int kAhead = kTileStages - 2;
-#pragma unroll
-  for (int step = 0; step < kAhead; ++step) fetch(step);
+  }
+}
 
+template <bool kUp>
+__device__ __forceinline__ void MultiplyTiles(TileShared& s, const TileArgs& args) {
+  // Through a shuffle, so that the compiler knows it to be one value per warp: matrix products in branches that may
+  // diverge are serialized.
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const bool speaks = threadIdx.x % 32 == 0;  // for its warp
+  const int steps = (args.in + kTileDepth - 1) / kTileDepth;
   float sum[kTileColumns / 2];
 #pragma unroll
   for (int i = 0; i < kTileColumns / 2; ++i) sum[i] = 0;
-  const bool active = 64 * group < count;  // this warpgroup has picks
-  for (int step = 0; step < steps; ++step) {
-    const int stage = step % kTileStages;
-    CopyAsyncWait<kAhead - 1>();
-    FenceSharedForMatrix();
-    // All threads have waited for the products of step - 2, so that its stage is free.
-    __syncthreads();
-    if (active) {
+  int n = 0;
+  MoeTile tile;
+  for (int number = blockIdx.x; FindTile(args, number, tile); number += gridDim.x) {
+    if (64 * group >= tile.count) {  // no picks for this warpgroup
+      for (int step = 0; step < steps; ++step, ++n) {
+        BarrierWait(&s.full[n % kTileStages], n / kTileStages & 1);
+        if (speaks) BarrierArrive(&s.empty[n % kTileStages]);
+      }
+      continue;
+    }
+    for (int step = 0; step < steps; ++step, ++n) {
+      const int stage = n % kTileStages;
+      BarrierWait(&s.full[stage], n / kTileStages & 1);
       GroupMmaFence();
 #pragma unroll
       for (int k = 0; k < kTileDepth / 16; ++k) {
         GroupMma<kTileColumns>(sum, SharedOperand(s.x[stage] + 64 * 128 * group + 32 * k),
-                               SharedOperand(s.w[stage] + 32 * k));
+                               SharedOperand(s.w[stage] + 32 * k), step > 0 || k > 0);
       }
       GroupMmaCommit();
+      GroupMmaWait<1>();
+      // The products of the step before are done with its stage.
+      if (step > 0 && speaks) BarrierArrive(&s.empty[(n - 1) % kTileStages]);
     }
-    fetch(step + kAhead);
-    if (active) GroupMmaWait<1>();
+    GroupMmaWait<0>();
+    if (speaks) BarrierArrive(&s.empty[(n - 1) % kTileStages]);
+    StoreTile<kUp>(args, tile, sum);
   }
-  if (!active) return;
-  GroupMmaWait<0>();
+}
 
-  const int g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int r = 64 * group + threadIdx.x / 32 % 4 * 16 + g + 8 * i;
-    if (r >= count) continue;
-    if constexpr (kUp) {
-      bf16* to = args.y + static_cast<int64_t>(begin + r) * (args.out / 2) + first_row / 2 + 2 * t;
-#pragma unroll
-      for (int j = 0; j < kTileColumns / 16; ++j) {
-        if (first_row + 16 * j >= args.out) continue;
-        const float* gate = &sum[8 * j + 2 * i];
-        const float* up = &sum[8 * j + 4 + 2 * i];
-        *reinterpret_cast<uint32_t*>(to + 8 * j) =
-            PackBf16(Activate(args.activation, gate[0], up[0]), Activate(args.activation, gate[1], up[1]));
-      }
-    } else {
-      bf16* to = args.y + static_cast<int64_t>(begin + r) * args.out + first_row + 2 * t;
-#pragma unroll
-      for (int j = 0; j < kTileColumns / 8; ++j) {
-        if (first_row + 8 * j >= args.out) continue;
-        *reinterpret_cast<uint32_t*>(to + 8 * j) = PackBf16(sum[4 * j + 2 * i], sum[4 * j + 2 * i + 1]);
-      }
+// `weights`: of the launch's experts, [out, in] an expert, in boxes of kTileColumns rows. Any grid.
+template <bool kUp>
+__global__ void __launch_bounds__(kTileThreads, 1)
+    MoeTileKernel(const __grid_constant__ CUtensorMap weights, TileArgs args) {
+  TileShared& s = *DynamicShared<TileShared>();
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kTileStages; ++stage) {
+      BarrierInit(&s.full[stage], kTileCopyThreads + 1);
+      BarrierInit(&s.empty[stage], kTileMultiplyThreads / 32);
     }
+    BarrierInitFence();
+  }
+  __syncthreads();
+  if (threadIdx.x >= kTileMultiplyThreads) {
+    CopyTiles<kUp>(s, weights, args);
+  } else {
+    MultiplyTiles<kUp>(s, args);
   }
 }
 

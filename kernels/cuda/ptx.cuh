@@ -47,6 +47,9 @@ __device__ __forceinline__ void BarrierArriveExpect(uint64_t* barrier, uint32_t 
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
                : "memory");
 }
+__device__ __forceinline__ void BarrierArrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+}
 // Waits for the phase of the given parity (0 for the first) to complete.
 __device__ __forceinline__ void BarrierWait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
@@ -67,6 +70,15 @@ __device__ __forceinline__ void CopyBulk(void* shared, const void* global, uint3
                    SharedAddress(shared)),
                "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
                : "memory");
+}
+// One box of the tensor that `map` (a kernel parameter) describes, from the given element on, innermost first. One thread
+// issues it for the block; the whole box counts, elements outside the tensor too.
+__device__ __forceinline__ void CopyTensor3(void* shared, const void* map, int x, int y, int z, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(SharedAddress(shared)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(SharedAddress(barrier))
+      : "memory");
 }
 
 // Orders this thread's earlier writes to shared memory before later bulk copies out of it; a barrier must follow.
