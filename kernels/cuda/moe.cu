@@ -132,13 +132,12 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
     // Every expert may have a tile that is not full.
     const int64_t tiles = CeilDiv(block.pairs(), kMoeTileRows) + std::min<int64_t>(last - first, block.pairs());
     const auto launch = [&](auto* kernel, const bf16* weights, const char* name) {
-      const int64_t most = tiles * RoundUp(CeilDiv(args.out, kTileColumns), 2);
+      const int64_t most = tiles * CeilDiv(args.out, kTileColumns);
       Launch(kernel,
-             {.grid = dim3(static_cast<unsigned>(std::min<int64_t>(most, device.multiprocessors / 2 * 2))),
+             {.grid = dim3(static_cast<unsigned>(std::min<int64_t>(most, device.multiprocessors))),
               .block = dim3(kTileThreads),
-              .shared = sizeof(TileShared),
-              .cluster = 2},
-             queue, name, MatrixBoxes(weights, last - first, args.out, args.in, kTileColumns / 2), args);
+              .shared = sizeof(TileShared)},
+             queue, name, MatrixBoxes(weights, last - first, args.out, args.in, kTileColumns), args);
     };
     args.in = static_cast<int>(experts.in);
     args.out = static_cast<int>(2 * experts.inner);

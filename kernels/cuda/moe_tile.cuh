@@ -6,12 +6,9 @@
 #include "kernels/cuda/moe.cuh"
 
 // Expert products for many picks an expert: tiles of 128 picks x 256 weight rows, bf16, warpgroup products with both
-// operands in shared memory. Resident blocks take tile after tile, in clusters of two that work on two tiles of picks
-// and the same weights where an expert has them: each block brings half of the weights and gives it to both, because
-// the second-level cache could not feed every block by itself. The last tile of an odd number goes with two tiles of
-// weights instead. Four warps copy: the picks' rows, which lie anywhere, 16 bytes a thread, the weights as boxes of the
-// copy engine. Two warpgroups multiply, 64 picks each. The copies of the next tile run while the results of the last
-// one are stored.
+// operands in shared memory. One resident block a multiprocessor takes tile after tile. Four warps copy: the picks'
+// rows, which lie anywhere, 16 bytes a thread, the weights as one box of the copy engine. Two warpgroups multiply, 64
+// picks each. The copies of the next tile run while the results of the last one are stored.
 namespace k3::cuda {
 
 constexpr int kTileMultiplyThreads = 256;
@@ -26,7 +23,7 @@ struct TileShared {
   alignas(1024) unsigned char x[kTileStages][kMoeTileRows * 128];
   alignas(1024) unsigned char w[kTileStages][kTileColumns * 128];
   uint64_t full[kTileStages];   // every copying thread, and the copy engine
-  uint64_t empty[kTileStages];  // every multiplying warp of both blocks
+  uint64_t empty[kTileStages];  // every multiplying warp
 };
 
 struct TileArgs {
@@ -40,50 +37,32 @@ struct TileArgs {
 
 struct MoeTile {
   int expert;
-  int begin, count;  // picks; none where there is no work for this block of the cluster
+  int begin, count;  // picks
   int first_row;     // of the expert's weights
-  bool paired;       // both blocks of the cluster take these weights
 };
 
-// Finds what block `rank` does of its cluster's work item `number` and moves `number` past items without work. Items
-// are numbered by expert, then weights, then picks, so that clusters that run together share weights. An expert with T
-// tiles of picks and C of weights has T * E / 2 of them, E being C or the next even number: E items for each pair of
-// pick tiles, then, where T is odd, E / 2 for pairs of weight tiles.
-__device__ __forceinline__ bool FindTile(const TileArgs& args, int rank, int& number, MoeTile& tile) {
+// Tiles are numbered by expert, then weight rows, then picks, so that blocks that run together share weights.
+__device__ __forceinline__ bool FindTile(const TileArgs& args, int number, MoeTile& tile) {
   const int* tile_begin = args.plan.tile_begin;
   const int columns = (args.out + kTileColumns - 1) / kTileColumns;
-  const int half = (columns + 1) / 2;
   const int first = tile_begin[args.expert_begin];
-  for (;; number += gridDim.x / 2) {
-    if (number >= (tile_begin[args.expert_end] - first) * half) return false;
-    int low = args.expert_begin, high = args.expert_end - 1;  // the last expert whose first item is at most `number`
-    while (low < high) {
-      const int middle = (low + high + 1) / 2;
-      if ((tile_begin[middle] - first) * half <= number) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    const int tiles = tile_begin[low + 1] - tile_begin[low];
-    const int pairs = tiles / 2;
-    int local = number - (tile_begin[low] - first) * half;
-    tile.paired = local < pairs * 2 * half;
-    int column, pick_tile;
-    if (tile.paired) {
-      column = local / pairs;
-      pick_tile = local % pairs * 2 + rank;
-      if (column >= columns) continue;
+  if (number >= (tile_begin[args.expert_end] - first) * columns) return false;
+  int low = args.expert_begin, high = args.expert_end - 1;  // the last expert whose first tile is at most `number`
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if ((tile_begin[middle] - first) * columns <= number) {
+      low = middle;
     } else {
-      column = (local - pairs * 2 * half) * 2 + rank;
-      pick_tile = tiles - 1;
+      high = middle - 1;
     }
-    tile.expert = low;
-    tile.begin = args.plan.expert_begin[low] + pick_tile * kMoeTileRows;
-    tile.count = column < columns ? min(kMoeTileRows, args.plan.expert_begin[low + 1] - tile.begin) : 0;
-    tile.first_row = column * kTileColumns;
-    return true;
   }
+  const int tiles = tile_begin[low + 1] - tile_begin[low];
+  const int local = number - (tile_begin[low] - first) * columns;
+  tile.expert = low;
+  tile.begin = args.plan.expert_begin[low] + local % tiles * kMoeTileRows;
+  tile.count = min(kMoeTileRows, args.plan.expert_begin[low + 1] - tile.begin);
+  tile.first_row = local / tiles * kTileColumns;
+  return true;
 }
 
 template <bool kUp>
@@ -94,15 +73,13 @@ __device__ __forceinline__ void CopyTiles(TileShared& s, const CUtensorMap& weig
   // This thread copies 16 bytes of each of kRows rows a step.
   const int piece = thread % 8, copy_row = thread / 8;
   const int steps = (args.in + kTileDepth - 1) / kTileDepth;
-  const int rank = static_cast<int>(ClusterRank());
-  constexpr int kHalf = kTileColumns / 2;
   int n = 0;  // steps of all tiles so far
   MoeTile tile;
-  for (int number = blockIdx.x / 2; FindTile(args, rank, number, tile); number += gridDim.x / 2) {
+  for (int number = blockIdx.x; FindTile(args, number, tile); number += gridDim.x) {
     const bf16* x[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int pick = tile.begin + max(0, min(copy_row + i * kRowStep, tile.count - 1));
+      const int pick = tile.begin + min(copy_row + i * kRowStep, tile.count - 1);
       x[i] = args.x.Row(kUp ? args.plan.token_of[pick] : pick) + 8 * piece;
     }
     for (int step = 0; step < steps; ++step, ++n) {
@@ -110,14 +87,7 @@ __device__ __forceinline__ void CopyTiles(TileShared& s, const CUtensorMap& weig
       BarrierWait(&s.empty[stage], (n / kTileStages & 1) ^ 1);
       if (thread == 0) {
         BarrierArriveExpect(&s.full[stage], kTileColumns * 128);
-        const int expert = tile.expert - args.expert_begin;
-        if (tile.paired) {
-          CopyTensor3ToPair(s.w[stage] + rank * kHalf * 128, &weights, k, tile.first_row + rank * kHalf, expert,
-                            &s.full[stage]);
-        } else {
-          CopyTensor3(s.w[stage], &weights, k, tile.first_row, expert, &s.full[stage]);
-          CopyTensor3(s.w[stage] + kHalf * 128, &weights, k, tile.first_row + kHalf, expert, &s.full[stage]);
-        }
+        CopyTensor3(s.w[stage], &weights, k, tile.first_row, tile.expert - args.expert_begin, &s.full[stage]);
       }
       const bool inside = k + 8 * piece < args.in;
 #pragma unroll
@@ -189,23 +159,18 @@ __device__ __forceinline__ void MultiplyTiles(TileShared& s, const TileArgs& arg
   // Through a shuffle, so that the compiler knows it to be one value per warp: matrix products in branches that may
   // diverge are serialized.
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  const int lane = threadIdx.x % 32;
-  const int rank = static_cast<int>(ClusterRank());
+  const bool speaks = threadIdx.x % 32 == 0;  // for its warp
   const int steps = (args.in + kTileDepth - 1) / kTileDepth;
-  // This warp is done with step n: the other block's copies may overwrite it as well.
-  const auto release = [&](int n) {
-    if (lane < 2) BarrierArriveIn(&s.empty[n % kTileStages], lane);
-  };
   float sum[kTileColumns / 2];
 #pragma unroll
   for (int i = 0; i < kTileColumns / 2; ++i) sum[i] = 0;
   int n = 0;
   MoeTile tile;
-  for (int number = blockIdx.x / 2; FindTile(args, rank, number, tile); number += gridDim.x / 2) {
+  for (int number = blockIdx.x; FindTile(args, number, tile); number += gridDim.x) {
     if (64 * group >= tile.count) {  // no picks for this warpgroup
       for (int step = 0; step < steps; ++step, ++n) {
         BarrierWait(&s.full[n % kTileStages], n / kTileStages & 1);
-        release(n);
+        if (speaks) BarrierArrive(&s.empty[n % kTileStages]);
       }
       continue;
     }
@@ -220,16 +185,16 @@ __device__ __forceinline__ void MultiplyTiles(TileShared& s, const TileArgs& arg
       }
       GroupMmaCommit();
       GroupMmaWait<1>();
-      if (step > 0) release(n - 1);  // its products are done
+      // The products of the step before are done with its stage.
+      if (step > 0 && speaks) BarrierArrive(&s.empty[(n - 1) % kTileStages]);
     }
     GroupMmaWait<0>();
-    release(n - 1);
+    if (speaks) BarrierArrive(&s.empty[(n - 1) % kTileStages]);
     StoreTile<kUp>(args, tile, sum);
   }
 }
 
-// `weights`: of the launch's experts, [out, in] an expert, in boxes of half of kTileColumns rows. Clusters of two, any
-// even grid.
+// `weights`: of the launch's experts, [out, in] an expert, in boxes of kTileColumns rows. Any grid.
 template <bool kUp>
 __global__ void __launch_bounds__(kTileThreads, 1)
     MoeTileKernel(const __grid_constant__ CUtensorMap weights, TileArgs args) {
@@ -237,21 +202,16 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kTileStages; ++stage) {
       BarrierInit(&s.full[stage], kTileCopyThreads + 1);
-      BarrierInit(&s.empty[stage], 2 * kTileMultiplyThreads / 32);
+      BarrierInit(&s.empty[stage], kTileMultiplyThreads / 32);
     }
     BarrierInitFence();
   }
-  ClusterArrive();
-  ClusterWait();
+  __syncthreads();
   if (threadIdx.x >= kTileMultiplyThreads) {
     CopyTiles<kUp>(s, weights, args);
   } else {
     MultiplyTiles<kUp>(s, args);
   }
-  // The other block may still copy to this one's shared memory and arrive at its barriers.
-  __syncwarp();
-  ClusterArrive();
-  ClusterWait();
 }
 
 // bf16 copies of the MXFP4 rows of experts [expert_begin, expert_end) that have picks; eight elements a thread. Grid

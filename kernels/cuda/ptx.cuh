@@ -71,23 +71,13 @@ __device__ __forceinline__ void CopyBulk(void* shared, const void* global, uint3
                "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
                : "memory");
 }
-// One box of the tensor that `map` (a kernel parameter) describes, from the given element on, innermost first. One
-// thread issues it for the block; the whole box counts, elements outside the tensor too.
+// One box of the tensor that `map` (a kernel parameter) describes, from the given element on, innermost first. One thread
+// issues it for the block; the whole box counts, elements outside the tensor too.
 __device__ __forceinline__ void CopyTensor3(void* shared, const void* map, int x, int y, int z, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
       "[%5];" ::"r"(SharedAddress(shared)),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(SharedAddress(barrier))
-      : "memory");
-}
-// The same box into the shared memory of both blocks of a cluster of two, at the same place; each one's `barrier`
-// counts it.
-__device__ __forceinline__ void CopyTensor3ToPair(void* shared, const void* map, int x, int y, int z,
-                                                  uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(SharedAddress(shared)),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(SharedAddress(barrier)), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
 
@@ -235,17 +225,6 @@ __device__ __forceinline__ T* InBlock(T* shared, uint32_t rank) {
   uint64_t address;
   asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(reinterpret_cast<uint64_t>(shared)), "r"(rank));
   return reinterpret_cast<T*>(address);
-}
-// An arrival at block `rank`'s copy of a barrier.
-__device__ __forceinline__ void BarrierArriveIn(uint64_t* barrier, uint32_t rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
-      "}" ::"r"(SharedAddress(barrier)),
-      "r"(rank)
-      : "memory");
 }
 
 }  // namespace k3::cuda
