@@ -17,6 +17,7 @@
 #include "k3serve/inference/v1/generation_service.grpc.pb.h"
 #include "server/grpc_server.h"
 #include "tests/testing/mock_server.h"
+#include "tests/testing/slowdown.h"
 
 // A gRPC server and what its tests ask it with.
 namespace k3::testing {
@@ -57,6 +58,7 @@ class GrpcHarness {
 
   // Waits until nothing runs or waits any more.
   bool Idle(std::chrono::milliseconds limit = 5s) {
+    limit *= kSlowdown;
     const auto until = Clock::now() + limit;
     while (Clock::now() < until) {
       const EngineLoad load = engine().Load();
