@@ -1,6 +1,7 @@
 #include "engine/sampler.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 
 namespace k3 {
@@ -99,12 +100,16 @@ void Sampler::AppendDraw(int32_t row, TokenConstraint* constraint, RankPlan* pla
   sample.edit_begin = static_cast<int32_t>(plan->logit_edits.size());
   plan->logit_edits.insert(plan->logit_edits.end(), penalties_.begin(), penalties_.end());
   plan->logit_edits.insert(plan->logit_edits.end(), biases_.begin(), biases_.end());
-  if (position < params_->min_new_tokens) {
+  sample.mask_row = AppendMask(constraint, plan);
+  // Where the mask leaves nothing but stops, it is stronger: a grammar that is complete ends before min_new_tokens.
+  if (position < params_->min_new_tokens && AllowsMoreThanStops(sample.mask_row, *plan)) {
     for (int32_t id : stops_) plan->logit_edits.push_back(Bias(id, kBan));
   }
   sample.edit_end = static_cast<int32_t>(plan->logit_edits.size());
+}
 
-  if (constraint == nullptr && allowed_.empty()) return;
+int32_t Sampler::AppendMask(TokenConstraint* constraint, RankPlan* plan) const {
+  if (constraint == nullptr && allowed_.empty()) return -1;
   const size_t words = static_cast<size_t>(vocab_size_ + 31) / 32;
   const size_t begin = plan->allowed_mask.size();
   plan->allowed_mask.resize(begin + words);
@@ -112,10 +117,20 @@ void Sampler::AppendDraw(int32_t row, TokenConstraint* constraint, RankPlan* pla
   const bool constrained = constraint != nullptr && constraint->FillMask(mask);
   if (!constrained && allowed_.empty()) {
     plan->allowed_mask.resize(begin);
-    return;
+    return -1;
   }
   for (size_t i = 0; i < allowed_.size(); ++i) mask[i] = constrained ? mask[i] & allowed_[i] : allowed_[i];
-  sample.mask_row = static_cast<int32_t>(begin / words);
+  return static_cast<int32_t>(begin / words);
+}
+
+bool Sampler::AllowsMoreThanStops(int32_t mask_row, const RankPlan& plan) const {
+  if (mask_row < 0) return true;
+  const size_t words = static_cast<size_t>(vocab_size_ + 31) / 32;
+  const uint32_t* mask = plan.allowed_mask.data() + static_cast<size_t>(mask_row) * words;
+  size_t allowed = 0, stops = 0;
+  for (size_t i = 0; i < words; ++i) allowed += static_cast<size_t>(std::popcount(mask[i]));
+  for (const int32_t id : stops_) stops += mask[static_cast<size_t>(id) / 32] >> (id % 32) & 1;
+  return allowed > stops || allowed == 0;
 }
 
 void Sampler::AppendScore(int32_t row, int32_t token, RankPlan* plan) const {

@@ -38,6 +38,10 @@ class Sampler {
   int32_t generated() const { return generated_; }
 
  private:
+  // The row of plan->allowed_mask that was added, or -1.
+  int32_t AppendMask(TokenConstraint* constraint, RankPlan* plan) const;
+  bool AllowsMoreThanStops(int32_t mask_row, const RankPlan& plan) const;
+
   const SamplingParams* params_ = nullptr;
   int32_t choice_ = 0;
   int32_t vocab_size_ = 0;

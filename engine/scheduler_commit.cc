@@ -55,7 +55,9 @@ void Scheduler::CommitSequence(Rank& rank, const Scheduled& entry, const RankPla
           live, absl::InternalError(absl::StrCat("the model produced non-finite logits at position ", computed - 1)),
           now, /*condemn=*/true);
     } else {
-      FinishRequest(live, absl::InternalError("constraint, allowed and banned ids together leave no token to choose"),
+      FinishRequest(live, absl::InvalidArgumentError(absl::StrCat(
+                              "after ", sequence.generated(),
+                              " tokens the request's own constraint, allowed and banned ids leave none to choose")),
                     now);
     }
     return;

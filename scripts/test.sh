@@ -12,5 +12,6 @@ python=$(scripts/python_env.sh "$root/build/python") || {
   echo "test: no Python packages: client tests whose modules are missing are left out" >&2
 }
 scripts/build.sh build all -- -DCMAKE_BUILD_TYPE=Release -DK3_TESTS=ON "-DPython3_EXECUTABLE=$python"
+grep 'Structured output: OFF' build/configure.log >&2 || true
 grep 'skipped, Python lacks' build/configure.log >&2 || true
 ctest --test-dir build --output-on-failure --no-tests=error -j 2 "$@"

@@ -166,7 +166,16 @@ absl::Status EngineHost::LoadModel(const ServerConfig& config, const std::functi
                                             " ids, the model's vocab_size is ", model_config->vocab_size));
   }
   served_->renderer = std::make_shared<ChatRenderer>(served_->tokenizer);
+  for (const int32_t id : served_->defaults.eos_token_ids) {
+    if (id >= 0 && id < model_config->vocab_size) continue;
+    return absl::DataLossError(absl::StrCat(dir, "/generation_config.json: eos_token_id ", id,
+                                            " is outside the vocabulary of ", model_config->vocab_size));
+  }
   served_->eos_token_ids = EosTokenIds(*model_config, served_->defaults, *served_->tokenizer);
+  if (auto grammar_engine = MakeGrammarEngine(
+          *served_->tokenizer, static_cast<int32_t>(model_config->vocab_size), served_->eos_token_ids)) {
+    served_->grammars = std::make_shared<GrammarPool>(GrammarPool::Options(), std::move(grammar_engine));
+  }
   served_->names = config.served_model_names;
   served_->root = FolderName(dir);
   served_->created = static_cast<int64_t>(std::time(nullptr));

@@ -46,11 +46,13 @@ struct RequestedStopping {
   uint32_t repetition_count = 0;
 };
 
-// What the reply must look like. Refused until a grammar engine is there.
+// What the reply must look like.
 struct RequestedConstraint {
   enum class Kind { kNone, kJsonSchema, kRegex, kEbnf, kJsonObject, kStructuralTag };
   Kind kind = Kind::kNone;
   std::string text;
+  std::string path;    // the client's name for it; empty: the member of GenerationSpec
+  bool strict = true;  // of a schema: refuse what cannot be enforced instead of ignoring it
 };
 
 struct RequestedReasoning {

@@ -9,6 +9,7 @@
 #include "absl/strings/str_format.h"
 #include "server/engine_refusal.h"
 #include "server/error_details.h"
+#include "server/grammar/answer_grammar.h"
 #include "server/request_validation.h"
 #include "server/text/field_error.h"
 #include "server/text/json_parser.h"
@@ -55,6 +56,37 @@ absl::Status WithChatPath(const absl::Status& status) {
   return InvalidField(path.empty() ? "chat" : absl::StrCat("chat.", path), what);
 }
 
+// A schema's errors name the client's own field, those of tools one below the chat.
+absl::Status WithClientPath(const absl::Status& status) {
+  const std::string path = FieldErrorPath(status);
+  if (status.code() != absl::StatusCode::kInvalidArgument || path.empty()) return status;
+  for (const char* member : {"tools", "messages", "tool_choice", "add_generation_prompt"}) {
+    if (path.rfind(member, 0) == 0) return WithChatPath(status);
+  }
+  std::string what(status.message());
+  if (what.rfind(path + ": ", 0) == 0) what = what.substr(path.size() + 2);
+  return InvalidField(path, what);
+}
+
+absl::Status GrammarRefusal(const absl::Status& status, const std::string& path) {
+  if (status.code() == absl::StatusCode::kInvalidArgument) {
+    return WithClientPath(FieldError(path, Excerpt(std::string(status.message()), 1000)));
+  }
+  if (status.code() != absl::StatusCode::kResourceExhausted) return status;
+  ErrorDetails details;
+  details.reason = "queue_full";
+  details.quotas.push_back({"grammars", std::string(status.message())});
+  details.retry_after = absl::Seconds(2);
+  return WithDetails(status, details);
+}
+
+// Nothing is asked of the answer's form but that it calls no tools.
+bool ForbidsToolsOnly(const GenerationRequest& request) {
+  const auto* chat = std::get_if<ChatRequest>(&request.input);
+  return request.constraint.kind == RequestedConstraint::Kind::kNone && chat != nullptr &&
+         chat->options.tool_choice == ToolChoice::kNone;
+}
+
 }  // namespace
 
 std::string MakeRequestId(const std::string& prefix) {
@@ -65,7 +97,10 @@ std::string MakeRequestId(const std::string& prefix) {
 GenerationService::GenerationService(Options options, ServerHealth* health, Metrics* metrics)
     : options_(std::move(options)), health_(health), metrics_(metrics), text_pool_(options_.text_threads) {}
 
-GenerationService::~GenerationService() = default;
+GenerationService::~GenerationService() {
+  const std::shared_ptr<const ServedModel> model = this->model();
+  if (model != nullptr && model->grammars != nullptr) model->grammars->Stop();  // what waits there comes back here
+}
 
 void GenerationService::Install(std::shared_ptr<const ServedModel> model) {
   std::lock_guard lock(mutex_);
@@ -193,9 +228,17 @@ absl::StatusOr<GenerationService::Prompt> GenerationService::PromptOf(const Serv
   return prompt;
 }
 
-absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::StartNow(GenerationRequest& request,
-                                                                            const CancelFlag& cancelled,
-                                                                            Clock::time_point arrival) {
+// All that is known before the request goes to the engine.
+struct GenerationService::Prepared {
+  std::shared_ptr<const ServedModel> model;
+  EffectiveSampling effective;
+  Prompt prompt;
+  std::optional<AnswerGrammar> grammar;
+};
+
+absl::StatusOr<GenerationService::Prepared> GenerationService::Prepare(GenerationRequest& request,
+                                                                       const CancelFlag& cancelled,
+                                                                       Clock::time_point arrival) const {
   if (cancelled->load()) return absl::CancelledError("the client has gone");
   absl::Status status = health_->Admission();
   if (!status.ok()) return status;
@@ -217,11 +260,49 @@ absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::StartNow(Gene
   if (!effective.ok()) return effective.status();
   absl::StatusOr<Prompt> prompt = PromptOf(model, request);
   if (!prompt.ok()) return prompt.status();
-  status = CheckForcedTool(request);
-  if (!status.ok()) return status;
   status = ResolveLength(request, static_cast<int64_t>(prompt->ids.size()), limits, &*effective);
   if (!status.ok()) return status;
-  return Submit(model, request, *std::move(effective), *std::move(prompt), arrival);
+  ChatPrompt opening;
+  opening.open_channel = prompt->open_channel;
+  absl::StatusOr<std::optional<AnswerGrammar>> grammar = BuildAnswerGrammar(
+      request, *model.tokenizer, model.renderer->format(), prompt->is_chat ? &opening : nullptr);
+  if (!grammar.ok()) return WithClientPath(grammar.status());
+  if (grammar->has_value() && model.grammars == nullptr) {
+    // Without a grammar engine a forbidden call is only told to the model, as it always is.
+    if (ForbidsToolsOnly(request)) {
+      grammar->reset();
+    } else {
+      return UnimplementedFeature((*grammar)->path, "this server was built without structured output");
+    }
+  }
+  return Prepared{*std::move(found), *std::move(effective), *std::move(prompt), *std::move(grammar)};
+}
+
+void GenerationService::StartNow(const std::shared_ptr<GenerationRequest>& request, const CancelFlag& cancelled,
+                                 Clock::time_point arrival, const StartDone& done) {
+  absl::StatusOr<Prepared> ready = Prepare(*request, cancelled, arrival);
+  if (!ready.ok()) return done(ready.status());
+  auto prepared = std::make_shared<Prepared>(*std::move(ready));
+  const auto submit = [this, request, arrival, prepared, done](const CompiledGrammar* grammar) {
+    done(Submit(*prepared->model, *request, std::move(prepared->effective), std::move(prepared->prompt), grammar,
+                arrival));
+  };
+  if (!prepared->grammar.has_value()) return submit(nullptr);
+  // The pool outlives its callbacks, so they need not hold it.
+  GrammarPool* const pool = prepared->model->grammars.get();
+  const auto compiled = [this, request, cancelled, prepared, submit, done](GrammarPool::Result result) {
+    if (cancelled->load()) return done(absl::CancelledError("the client has gone"));
+    if (request->deadline.has_value() && *request->deadline <= Clock::now()) {
+      return done(absl::DeadlineExceededError("the deadline passed while the grammar was compiled"));
+    }
+    if (!result.ok()) return done(GrammarRefusal(result.status(), prepared->grammar->path));
+    submit(result->get());
+  };
+  pool->Get(prepared->grammar->root, [pool, prepared, compiled](GrammarPool::Result result) {
+    const bool refused = !result.ok() && result.status().code() == absl::StatusCode::kInvalidArgument;
+    if (!refused || !prepared->grammar->relaxed.has_value()) return compiled(std::move(result));
+    pool->Get(*prepared->grammar->relaxed, compiled);
+  });
 }
 
 absl::StatusOr<uint64_t> GenerationService::OpenStream(uint64_t caller, Clock::time_point arrival,
@@ -266,6 +347,7 @@ RequestSpan GenerationService::SpanOf(const GenerationRequest& request, Clock::t
 absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(const ServedModel& model,
                                                                           GenerationRequest& request,
                                                                           EffectiveSampling effective, Prompt prompt,
+                                                                          const CompiledGrammar* grammar,
                                                                           Clock::time_point arrival) {
   const auto prompt_tokens = static_cast<int32_t>(prompt.ids.size());
   const int32_t num_choices = effective.num_choices;
@@ -325,6 +407,9 @@ absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(const 
   engine_request->cache_salt = std::move(request.cache.salt);
   engine_request->bypass_prefix_cache = request.cache.bypass;
   engine_request->deadline = request.deadline;
+  for (int32_t i = 0; grammar != nullptr && i < num_choices; ++i) {
+    engine_request->constraints.push_back(grammar->NewConstraint());
+  }
   engine_request->sink = stream;
   const absl::StatusOr<RequestId> id = model.engine->Submit(std::move(engine_request));
   if (!id.ok()) return EngineRefusal(id.status(), *model.engine, request.deadline.has_value());
@@ -350,7 +435,7 @@ void GenerationService::Start(GenerationRequest request, const CancelFlag& cance
     done(std::move(stream));
   };
   RunTextWork(
-      bytes, [this, shared, cancelled, arrival, finish] { finish(StartNow(*shared, cancelled, arrival)); },
+      bytes, [this, shared, cancelled, arrival, finish] { StartNow(shared, cancelled, arrival, finish); },
       [finish](const absl::Status& status) { finish(status); });
 }
 

@@ -90,6 +90,7 @@ class GenerationService {
 
  private:
   struct Prompt;
+  struct Prepared;
   struct InProgress {
     std::weak_ptr<ResponseStream> stream;
     Clock::time_point arrival;
@@ -103,11 +104,14 @@ class GenerationService {
   absl::StatusOr<std::shared_ptr<const ServedModel>> ModelFor(const std::string& name) const;
   absl::StatusOr<Prompt> PromptOf(const ServedModel& model, const GenerationRequest& request) const;
   absl::StatusOr<Prompt> ChatPromptOf(const ServedModel& model, const GenerationRequest& request) const;
-  absl::StatusOr<std::shared_ptr<ResponseStream>> StartNow(GenerationRequest& request, const CancelFlag& cancelled,
-                                                           Clock::time_point arrival);
+  absl::StatusOr<Prepared> Prepare(GenerationRequest& request, const CancelFlag& cancelled,
+                                   Clock::time_point arrival) const;
+  // Prepares, waits for the grammar if there is one, submits.
+  void StartNow(const std::shared_ptr<GenerationRequest>& request, const CancelFlag& cancelled,
+                Clock::time_point arrival, const StartDone& done);
   absl::StatusOr<std::shared_ptr<ResponseStream>> Submit(const ServedModel& model, GenerationRequest& request,
                                                          EffectiveSampling effective, Prompt prompt,
-                                                         Clock::time_point arrival);
+                                                         const CompiledGrammar* grammar, Clock::time_point arrival);
   // Runs `work` here, or on a text thread when `bytes` of text would hold this thread up.
   void RunTextWork(size_t bytes, std::function<void()> work, const std::function<void(absl::Status)>& refuse);
 

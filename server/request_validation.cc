@@ -112,9 +112,6 @@ uint64_t RandomSeed() {
 }  // namespace
 
 absl::Status CheckImplemented(const GenerationRequest& request) {
-  if (request.constraint.kind != RequestedConstraint::Kind::kNone) {
-    return UnimplementedFeature("constraint", "this server has no structured output");
-  }
   if (request.reasoning.token_budget.has_value()) {
     return UnimplementedFeature("reasoning.token_budget", "this server has no separate budget for reasoning");
   }
@@ -125,12 +122,6 @@ absl::Status CheckImplemented(const GenerationRequest& request) {
     return UnimplementedFeature("cache.pin_name", "this server does not pin prefix-cache entries");
   }
   return absl::OkStatus();
-}
-
-absl::Status CheckForcedTool(const GenerationRequest& request) {
-  const auto* chat = std::get_if<ChatRequest>(&request.input);
-  if (chat == nullptr || chat->options.tool_choice != ToolChoice::kNamed) return absl::OkStatus();
-  return UnimplementedFeature("tool_choice", "this server cannot force one tool by name");
 }
 
 absl::StatusOr<EffectiveSampling> ResolveSampling(const GenerationRequest& request, const ServedModel& model,

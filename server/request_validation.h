@@ -28,9 +28,6 @@ inline constexpr size_t kMaxIdBytes = 256;  // session ids, salts
 
 // Parts of the contract that this build lacks: UNIMPLEMENTED.
 absl::Status CheckImplemented(const GenerationRequest& request);
-// A tool forced by name, once the tools themselves are known to be right: "required" is told to the model in the
-// prompt, but for one name the format has no words, so nothing would come of it.
-absl::Status CheckForcedTool(const GenerationRequest& request);
 
 // INVALID_ARGUMENT naming the field. max_new_tokens is left at 0; ResolveLength sets it.
 absl::StatusOr<EffectiveSampling> ResolveSampling(const GenerationRequest& request, const ServedModel& model,

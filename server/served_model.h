@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "engine/engine_interface.h"
+#include "server/grammar/grammar_pool.h"
 #include "server/text/chat_renderer.h"
 #include "server/text/tokenizer.h"
 
@@ -35,6 +36,7 @@ struct ServedModel {
   std::vector<int32_t> eos_token_ids;  // what the engine stops at
   SamplingDefaults defaults;
   EngineInterface* engine = nullptr;
+  std::shared_ptr<GrammarPool> grammars;  // null: this build has no structured output
 };
 
 // Reads generation_config.json in `dir`; all absent when there is none. INVALID_ARGUMENT naming file and field.

@@ -119,12 +119,15 @@ void ReadRepetitionStop(FieldReader& body, GenerationRequest* request) {
   body.Adopt(fields.status());
 }
 
-void SetConstraint(FieldReader& body, std::string_view key, RequestedConstraint::Kind kind, std::string text,
+// `path` is what the client calls it, for later messages about it.
+void SetConstraint(FieldReader& body, RequestedConstraint::Kind kind, std::string text, std::string path,
                    GenerationRequest* request) {
   if (request->constraint.kind != RequestedConstraint::Kind::kNone) {
-    return body.Fail(key, "only one way to constrain the output can be used");
+    return body.Fail(path, "only one way to constrain the output can be used");
   }
-  request->constraint = {kind, std::move(text)};
+  request->constraint.kind = kind;
+  request->constraint.text = std::move(text);
+  request->constraint.path = std::move(path);
 }
 
 // A schema may come as an object or as its text; `true` and `false` are schemas too.
@@ -136,21 +139,24 @@ std::optional<std::string> SchemaText(const JsonValue& schema) {
 
 void ReadJsonSchemaFormat(FieldReader& body, const JsonValue& format, const OpenAiOptions& options,
                           GenerationRequest* request) {
+  std::string path = "response_format";
   if (const JsonValue* wrapper = format.Find("json_schema"); options.vendor_strict || wrapper != nullptr) {
     const JsonValue missing;
     FieldReader fields(wrapper == nullptr ? missing : *wrapper, "response_format.json_schema");
     const std::optional<std::string> name = fields.String("name");
-    fields.Bool("strict");
+    request->constraint.strict = fields.Bool("strict").value_or(true);
     if (options.vendor_strict && fields.ok()) {
       if (!name || name->empty()) fields.Fail("name", "is required");
       if (fields.Object("schema") == nullptr) fields.Fail("schema", "is required");
     }
     if (!fields.ok()) return body.Adopt(fields.status());
+    path = wrapper != nullptr && wrapper->Find("schema") != nullptr ? "response_format.json_schema.schema"
+                                                                    : "response_format.json_schema";
   }
   const JsonValue schema = SchemaOfResponseFormat(format);
   const std::optional<std::string> text = SchemaText(schema);
   if (!text) return body.Fail("response_format", "json_schema.schema must be a JSON schema");
-  SetConstraint(body, "response_format", RequestedConstraint::Kind::kJsonSchema, *text, request);
+  SetConstraint(body, RequestedConstraint::Kind::kJsonSchema, *text, std::move(path), request);
 }
 
 void ReadResponseFormat(FieldReader& body, const OpenAiOptions& options, GenerationRequest* request) {
@@ -160,57 +166,68 @@ void ReadResponseFormat(FieldReader& body, const OpenAiOptions& options, Generat
   const JsonValue* type = format->Find("type");
   if (type == nullptr || !type->is_string()) return body.Fail("response_format", "type must be a string");
   if (type->text == "text") return;
-  if (type->text == "json_object") return SetConstraint(body, "response_format", Kind::kJsonObject, "", request);
+  if (type->text == "json_object") return SetConstraint(body, Kind::kJsonObject, "", "response_format", request);
   if (type->text == "json_schema") return ReadJsonSchemaFormat(body, *format, options, request);
   const bool regex = type->text == "regex";
   if (regex || type->text == "ebnf" || type->text == "grammar") {
-    for (const std::string_view key : {"pattern", "regex", "grammar", "ebnf"}) {
+    for (const char* key : {"pattern", "regex", "grammar", "ebnf"}) {
       const JsonValue* text = format->Find(key);
       if (text == nullptr || !text->is_string()) continue;
-      return SetConstraint(body, "response_format", regex ? Kind::kRegex : Kind::kEbnf, text->text, request);
+      return SetConstraint(body, regex ? Kind::kRegex : Kind::kEbnf, text->text, absl::StrCat("response_format.", key),
+                           request);
     }
     return body.Fail("response_format",
                      absl::StrCat("type ", type->text, " needs a string '", regex ? "pattern" : "grammar", "'"));
   }
   if (type->text == "structural_tag") {
-    return SetConstraint(body, "response_format", Kind::kStructuralTag, WriteJson(*format, {.number_as_written = true}),
-                         request);
+    return SetConstraint(body, Kind::kStructuralTag, WriteJson(*format, {.number_as_written = true}),
+                         "response_format", request);
   }
-  body.Fail("response_format", absl::StrCat("unknown type \"", Excerpt(type->text),
-                                            "\", expected text, json_object, json_schema, regex or ebnf"));
+  body.Fail("response_format",
+            absl::StrCat("unknown type \"", Excerpt(type->text),
+                         "\", expected text, json_object, json_schema, regex, ebnf or structural_tag"));
 }
 
-// What vLLM takes: guided_json and the like, or the same names without "guided_" inside structured_outputs.
-void ReadGuided(FieldReader& body, FieldReader& fields, const std::string& prefix, std::string_view where,
-                GenerationRequest* request) {
+// One of these texts, as a grammar: a choice is plain text, not a JSON string.
+std::optional<std::string> ChoiceGrammar(const JsonValue& choices) {
+  std::string ebnf = "root ::= ";
+  for (size_t i = 0; i < choices.items.size(); ++i) {
+    if (!choices.items[i].is_string()) return std::nullopt;
+    if (i > 0) ebnf += " | ";
+    ebnf += '"';
+    AppendJsonEscaped(choices.items[i].text, &ebnf);
+    ebnf += '"';
+  }
+  return ebnf;
+}
+
+// What vLLM takes: guided_json and the like, or the same names without "guided_" inside structured_outputs. `fields`
+// holds them; it is the body itself in the first case.
+void ReadGuided(FieldReader& fields, std::string_view prefix, GenerationRequest* request) {
   using Kind = RequestedConstraint::Kind;
-  const auto key = [&](std::string_view name) { return prefix + std::string(name); };
+  const auto set = [&](Kind kind, const std::string& key, std::string text) {
+    if (request->constraint.kind != Kind::kNone) {
+      return fields.Fail(key, "only one way to constrain the output can be used");
+    }
+    SetConstraint(fields, kind, std::move(text), fields.Path(key), request);
+  };
+  const auto key = [&](const char* name) { return absl::StrCat(std::string(prefix), name); };
   if (const JsonValue* schema = fields.Get(key("json"))) {
     const std::optional<std::string> text = SchemaText(*schema);
     if (!text) return fields.Fail(key("json"), "expected a JSON schema");
-    SetConstraint(body, where.empty() ? key("json") : where, Kind::kJsonSchema, *text, request);
+    set(Kind::kJsonSchema, key("json"), *text);
   }
-  if (const auto regex = fields.String(key("regex"))) {
-    SetConstraint(body, where.empty() ? key("regex") : where, Kind::kRegex, *regex, request);
-  }
-  if (const auto grammar = fields.String(key("grammar"))) {
-    SetConstraint(body, where.empty() ? key("grammar") : where, Kind::kEbnf, *grammar, request);
-  }
+  if (const auto regex = fields.String(key("regex"))) set(Kind::kRegex, key("regex"), *regex);
+  if (const auto grammar = fields.String(key("grammar"))) set(Kind::kEbnf, key("grammar"), *grammar);
   if (const JsonValue* choices = fields.Array(key("choice"))) {
-    // A choice is plain text, not a JSON string: an alternation of literals.
-    std::string ebnf = "root ::= ";
-    for (size_t i = 0; i < choices->items.size(); ++i) {
-      if (!choices->items[i].is_string()) return fields.Fail(key("choice"), "expected a list of strings");
-      if (i > 0) ebnf += " | ";
-      ebnf += '"';
-      AppendJsonEscaped(choices->items[i].text, &ebnf);
-      ebnf += '"';
-    }
     if (choices->items.empty()) return fields.Fail(key("choice"), "the list of choices is empty");
-    SetConstraint(body, where.empty() ? key("choice") : where, Kind::kEbnf, ebnf, request);
+    const std::optional<std::string> ebnf = ChoiceGrammar(*choices);
+    if (!ebnf) return fields.Fail(key("choice"), "expected a list of strings");
+    set(Kind::kEbnf, key("choice"), *ebnf);
   }
-  if (fields.Bool(key("json_object")).value_or(false)) {
-    SetConstraint(body, where.empty() ? key("json_object") : where, Kind::kJsonObject, "", request);
+  if (fields.Bool(key("json_object")).value_or(false)) set(Kind::kJsonObject, key("json_object"), "");
+  if (const auto tag = fields.String(key("structural_tag"))) {
+    set(Kind::kStructuralTag, key("structural_tag"), *tag);
   }
 }
 
@@ -283,10 +300,10 @@ void ReadOutputFields(FieldReader& body, GenerationRequest* request, OpenAiReply
 
 void ReadConstraint(FieldReader& body, GenerationRequest* request, const OpenAiOptions& options) {
   ReadResponseFormat(body, options, request);
-  ReadGuided(body, body, "guided_", "", request);
+  ReadGuided(body, "guided_", request);
   if (const JsonValue* value = body.Object("structured_outputs")) {
     FieldReader fields(*value, "structured_outputs");
-    ReadGuided(body, fields, "", "structured_outputs", request);
+    ReadGuided(fields, "", request);
     body.Adopt(fields.status());
   }
 }
