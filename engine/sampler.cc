@@ -128,7 +128,10 @@ bool Sampler::AllowsMoreThanStops(int32_t mask_row, const RankPlan& plan) const 
   const size_t words = static_cast<size_t>(vocab_size_ + 31) / 32;
   const uint32_t* mask = plan.allowed_mask.data() + static_cast<size_t>(mask_row) * words;
   size_t allowed = 0, stops = 0;
-  for (size_t i = 0; i < words; ++i) allowed += static_cast<size_t>(std::popcount(mask[i]));
+  for (size_t i = 0; i < words; ++i) {
+    const bool last = i + 1 == words && vocab_size_ % 32 != 0;
+    allowed += static_cast<size_t>(std::popcount(last ? mask[i] & ((1u << (vocab_size_ % 32)) - 1) : mask[i]));
+  }
   for (const int32_t id : stops_) stops += mask[static_cast<size_t>(id) / 32] >> (id % 32) & 1;
   return allowed > stops || allowed == 0;
 }

@@ -129,6 +129,7 @@ struct GrammarPool::Shared {
       if (job == jobs.end()) return;
       waiters = std::move(job->second.waiters);
       jobs.erase(job);
+      std::erase(queue, key);
     }
     for (const Done& done : waiters) done(absl::ResourceExhaustedError("too many grammars wait to be compiled"));
   }

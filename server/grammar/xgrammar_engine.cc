@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "server/grammar/grammar_engine.h"
 #include "server/text/json_parser.h"
 #include "server/text/json_value.h"
@@ -111,6 +112,25 @@ JsonValue ToFormats(const std::vector<GrammarNode>& nodes) {
   return list;
 }
 
+// A grammar's printed form, made fit to be read again: it writes code points up to 255 as \xHH, but reads as many hex
+// digits as follow. And strings of limited length let control characters through, which JSON forbids.
+std::string Reprint(const std::string& printed) {
+  std::string out;
+  out.reserve(printed.size() + printed.size() / 8);
+  for (size_t i = 0; i < printed.size(); ++i) {
+    out.push_back(printed[i]);
+    if (printed[i] != '\\' || i + 1 == printed.size()) continue;
+    ++i;
+    if (printed[i] == 'x') {
+      out.append("u00");
+    } else {
+      out.push_back(printed[i]);
+    }
+  }
+  absl::StrReplaceAll({{R"([^\"\\\r\n])", R"([^\"\\\0-\u001f])"}}, &out);
+  return out;
+}
+
 // The tree inside a client's document: {"format": ...}, or the older form of begins and triggers.
 JsonValue ClientFormat(const std::string& text) {
   absl::StatusOr<JsonValue> tag = ParseJson(text, {.max_depth = 64});
@@ -168,7 +188,7 @@ JsonValue ToFormat(const GrammarNode& node) {
       const xgrammar::Grammar grammar = xgrammar::Grammar::FromJSONSchema(
           node.text, /*any_whitespace=*/!node.compact, /*indent=*/std::nullopt, std::pair<std::string, std::string>(",", ":"),
           /*strict_mode=*/true, node.compact ? std::nullopt : std::optional<int>(1));
-      value = EbnfFormat(grammar.ToString());
+      value = EbnfFormat(Reprint(grammar.ToString()));
       break;
     }
     case Kind::kRegex:
@@ -193,6 +213,13 @@ JsonValue ToFormat(const GrammarNode& node) {
       break;
   }
   return value;
+}
+
+// The library's messages begin with the time and a line of its source.
+std::string WithoutPlace(const std::string& message) {
+  const size_t file = message.rfind(".cc:");
+  const size_t end = file == std::string::npos ? file : message.find(": ", file);
+  return end == std::string::npos ? message : message.substr(end + 2);
 }
 
 // Follows the grammar for a while, choosing tokens in an arbitrary fixed way, to find out whether steps take long.
@@ -235,7 +262,7 @@ class XgrammarEngine final : public GrammarEngine {
       tag.Set("format", ToFormat(root));
       const auto grammar = xgrammar::Grammar::FromStructuralTag(WriteJson(tag, {.number_as_written = true}), info_);
       if (const auto* error = std::get_if<xgrammar::StructuralTagError>(&grammar)) {
-        return std::visit([](const auto& e) { return absl::InvalidArgumentError(e.what()); }, *error);
+        return std::visit([](const auto& e) { return absl::InvalidArgumentError(WithoutPlace(e.what())); }, *error);
       }
       // One thread and no cache of its own: the pool has both.
       xgrammar::GrammarCompiler compiler(info_, /*max_threads=*/1, /*cache_enabled=*/false);
@@ -244,7 +271,7 @@ class XgrammarEngine final : public GrammarEngine {
       if (!status.ok()) return status;
       return std::make_shared<XgrammarGrammar>(std::move(compiled), stop_ids_);
     } catch (const std::exception& error) {
-      return absl::InvalidArgumentError(error.what());
+      return absl::InvalidArgumentError(WithoutPlace(error.what()));
     }
   }
 

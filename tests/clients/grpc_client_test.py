@@ -139,7 +139,7 @@ class GrpcTest(unittest.TestCase):
         self.assertEqual(details(error)["ErrorInfo"].reason, "context_length_exceeded")
         self.assertEqual(details(error)["ErrorInfo"].metadata["max_model_len"], str(limit))
         spec = chat_spec("x")
-        spec.constraint.ebnf = "root ::= "
+        spec.cache.pin_name = "x"
         self.refused(spec, grpc.StatusCode.UNIMPLEMENTED)
         self.refused(generation.GenerationSpec(), grpc.StatusCode.INVALID_ARGUMENT)
 

@@ -189,6 +189,34 @@ TEST_F(SamplerTest, MaskIsWhatBothConstraintAndAllowedIdsAllow) {
   EXPECT_EQ(plan_.allowed_mask, (std::vector<uint32_t>{3, 2, 1, 2, 2, 0}));
 }
 
+class OnlyConstraint : public TokenConstraint {
+ public:
+  explicit OnlyConstraint(std::vector<int32_t> ids) : ids_(std::move(ids)) {}
+  bool FillMask(std::span<uint32_t> mask) override {
+    std::fill(mask.begin(), mask.end(), 0u);
+    mask.back() = ~0u << 6;  // beyond the vocabulary: means nothing
+    for (const int32_t id : ids_) mask[static_cast<size_t>(id) / 32] |= 1u << (id % 32);
+    return true;
+  }
+  bool Accept(int32_t) override { return true; }
+  std::unique_ptr<TokenConstraint> Fork() const override { return std::make_unique<OnlyConstraint>(ids_); }
+
+ private:
+  std::vector<int32_t> ids_;
+};
+
+// A grammar that is complete leaves nothing but the end, however many tokens were wanted.
+TEST_F(SamplerTest, MinimumYieldsWhereOnlyStopsAreAllowed) {
+  params_.min_new_tokens = 5;
+  params_.stop_token_ids = {3};
+  Begin();
+  OnlyConstraint complete({3, 69}), open({3, 40, 69});
+  SampleRow row = Draw(&complete);
+  EXPECT_EQ(row.edit_begin, row.edit_end);
+  row = Draw(&open);
+  EXPECT_EQ(row.edit_end - row.edit_begin, 2);
+}
+
 TEST_F(SamplerTest, ScoresAskForOneLogprobAndDrawNothing) {
   params_.top_logprobs = 4;
   params_.presence_penalty = 1;

@@ -400,7 +400,7 @@ TEST_F(OpenAiRequestTest, ToolChoice) {
   };
   const Json named = Parse(R"({"type":"function","function":{"name":"f"}})");
   for (const Json& choice : {Json("auto"), Json("none"), Json("required")}) Accepted(choose(choice));
-  Refused(choose(named), "tool_choice", "unsupported_parameter");
+  Accepted(choose(named));
   Accepted(choose("auto", false));
   Accepted(choose("none", false));
   Refused(choose("required", false), "tool_choice");
@@ -454,23 +454,69 @@ TEST_F(OpenAiRequestTest, EffortAndThinkingInThreeSpellings) {
             kept);
 }
 
-TEST_F(OpenAiRequestTest, StructuredOutputIsRefusedButRendered) {
+TEST_F(OpenAiRequestTest, StructuredOutputTakesOneWayAndNamesWhatIsWrong) {
+  for (const char* members :
+       {R"({"response_format":{"type":"json_object"}})",
+        R"({"response_format":{"type":"json_schema","json_schema":{"name":"n","schema":{"type":"object"},"strict":true}}})",
+        R"({"response_format":{"type":"regex","pattern":"a+"}})", R"({"guided_json":{"type":"object"}})",
+        R"({"guided_json":"{\"type\":\"object\"}"})", R"({"guided_choice":["a","b"]})", R"({"guided_grammar":"root ::= \"a\""})",
+        R"({"structured_outputs":{"regex":"a"}})", R"({"structured_outputs":null,"guided_regex":null})"}) {
+    Accepted(ChatBody(Parse(members)));
+  }
+  const std::pair<const char*, const char*> wrong[] = {
+      {R"({"guided_regex":"a","guided_choice":["a"]})", "guided_choice"},
+      {R"({"response_format":{"type":"json_object"},"structured_outputs":{"regex":"a"}})", "structured_outputs.regex"},
+      {R"({"guided_json":5})", "guided_json"},
+      {R"({"guided_json":{"type":"thing"}})", "guided_json.type"},
+      {R"({"guided_json":{"type":"object","properties":{"a":{"$ref":"#/nowhere"}}}})", "guided_json.properties.a.$ref"},
+      {R"({"guided_choice":[]})", "guided_choice"},
+      {R"({"guided_choice":[1]})", "guided_choice"},
+      {R"({"guided_regex":"a{9999999}"})", "guided_regex"},
+      {R"({"structured_outputs":{"json":{"minItems":-1}}})", "structured_outputs.json.minItems"},
+      {R"({"structured_outputs":{"choice":"x"}})", "structured_outputs.choice"},
+      {R"({"response_format":{"type":"json_schema","json_schema":{"name":"n","schema":{"not":{}}}}})",
+       "response_format.json_schema.schema.not"},
+      {R"({"tools":[{"type":"function","function":{"name":"f","strict":true,"parameters":{"type":"object","properties":
+           {"a":{"not":{}}}}}}]})",
+       "tools[0].function.parameters.properties.a.not"},
+  };
+  for (const auto& [members, param] : wrong) Refused(ChatBody(Parse(members)), param);
+  Accepted(ChatBody(Parse(
+      R"({"response_format":{"type":"json_schema","json_schema":{"name":"n","strict":false,"schema":{"not":{}}}}})")));
+}
+
+TEST(OpenAiNoGrammarTest, StructuredOutputIsRefusedButRendered) {
+  OpenAiServer::Options options;
+  options.grammars = false;
+  OpenAiServer server(options);
+  server.Force({100});
+  const auto refused = [&](const Json& members, const std::string& param) {
+    const OpenAiReply reply = server.Post(kChat, ChatBody(members));
+    EXPECT_EQ(reply.status, 400) << members;
+    EXPECT_EQ(reply.Param(), param) << reply.raw.body;
+    EXPECT_EQ(reply.Code(), "unsupported_parameter") << reply.raw.body;
+  };
   const Json formats[] = {Parse(R"({"type":"json_object"})"),
                           Parse(R"({"type":"json_schema","json_schema":{"name":"n","schema":{"type":"object"}}})"),
                           Parse(R"({"type":"regex","pattern":"a+"})"),
                           Parse(R"({"type":"ebnf","grammar":"root ::= \"a\""})")};
-  for (const Json& format : formats)
-    Refused(ChatBody({{"response_format", format}}), "response_format", "unsupported_parameter");
-  for (const char* key : {"guided_regex", "guided_grammar"}) {
-    Refused(ChatBody({{key, "a"}}), "response_format", "unsupported_parameter");
-  }
-  Refused(ChatBody({{"guided_json", Json::object()}}), "response_format", "unsupported_parameter");
-  Refused(ChatBody({{"guided_choice", {"a", "b"}}}), "response_format", "unsupported_parameter");
-  Refused(ChatBody({{"structured_outputs", {{"regex", "a"}}}}), "response_format", "unsupported_parameter");
-  Accepted(ChatBody({{"response_format", {{"type", "text"}}}}));
-  const Json plain = server_.Post("/render", ChatBody()).body["token_ids"];
-  const Json object = server_.Post("/render", ChatBody({{"response_format", formats[0]}})).body["token_ids"];
-  const Json schema = server_.Post("/render", ChatBody({{"response_format", formats[1]}})).body["token_ids"];
+  const char* const params[] = {"response_format", "response_format.json_schema.schema", "response_format.pattern",
+                                "response_format.grammar"};
+  for (size_t i = 0; i < 4; ++i) refused({{"response_format", formats[i]}}, params[i]);
+  for (const char* key : {"guided_regex", "guided_grammar"}) refused({{key, "a"}}, key);
+  refused({{"guided_json", Json::object()}}, "guided_json");
+  refused({{"guided_choice", {"a", "b"}}}, "guided_choice");
+  refused({{"structured_outputs", {{"regex", "a"}}}}, "structured_outputs.regex");
+  const Json tool = Parse(R"({"type":"function","function":{"name":"f"}})");
+  refused({{"tools", Json::array({tool})}, {"tool_choice", "required"}}, "tool_choice");
+  refused({{"tools", Json::array({tool})}, {"tool_choice", Parse(R"({"type":"function","function":{"name":"f"}})")}}, "tool_choice");
+  const Json strict = Parse(R"({"type":"function","function":{"name":"f","strict":true}})");
+  refused({{"tools", Json::array({strict})}}, "tools");
+  EXPECT_EQ(server.Post(kChat, ChatBody({{"tools", Json::array({tool})}, {"tool_choice", "none"}})).status, 200);
+  EXPECT_EQ(server.Post(kChat, ChatBody({{"response_format", {{"type", "text"}}}})).status, 200);
+  const Json plain = server.Post("/render", ChatBody()).body["token_ids"];
+  const Json object = server.Post("/render", ChatBody({{"response_format", formats[0]}})).body["token_ids"];
+  const Json schema = server.Post("/render", ChatBody({{"response_format", formats[1]}})).body["token_ids"];
   EXPECT_GT(object.size(), plain.size());
   EXPECT_GT(schema.size(), plain.size());
 }

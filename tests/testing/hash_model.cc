@@ -201,9 +201,6 @@ ExpectedChoice ExpectedTokens(const HashModel& model, const std::vector<int32_t>
     const auto bias = [&](int32_t id, float value) { edits.push_back({id, LogitEditKind::kBias, 0, 0, value}); };
     for (const auto& [id, value] : params.logit_bias) bias(id, value);
     for (int32_t id : params.banned_ids) bias(id, -kInfinity);
-    if (position < params.min_new_tokens) {
-      for (int32_t id : stops) bias(id, -kInfinity);
-    }
     std::vector<uint32_t> mask(static_cast<size_t>(model.vocab_size() + 31) / 32, ~0u);
     if (constraint != nullptr && constraint->FillMask(mask)) row.mask_row = 0;
     if (!params.allowed_ids.empty()) {
@@ -211,6 +208,14 @@ ExpectedChoice ExpectedTokens(const HashModel& model, const std::vector<int32_t>
       for (int32_t id : params.allowed_ids) allowed[static_cast<size_t>(id) / 32] |= 1u << (id % 32);
       for (size_t i = 0; i < mask.size(); ++i) mask[i] = row.mask_row == 0 ? mask[i] & allowed[i] : allowed[i];
       row.mask_row = 0;
+    }
+    bool more_than_stops = row.mask_row < 0;
+    for (int32_t id = 0; id < model.vocab_size() && !more_than_stops; ++id) {
+      more_than_stops = (mask[static_cast<size_t>(id) / 32] >> (id % 32) & 1) != 0 &&
+                        std::find(stops.begin(), stops.end(), id) == stops.end();
+    }
+    if (position < params.min_new_tokens && more_than_stops) {
+      for (int32_t id : stops) bias(id, -kInfinity);
     }
     const SampledRow sampled = SampleReference(logits, row, edits, mask);
     if (sampled.status != SampleStatus::kOk) {

@@ -19,6 +19,27 @@ std::string TextOr(const Json& value) { return value.is_string() ? value.get<std
 
 Json ParseOrNull(const std::string& text) { return Json::parse(text, nullptr, /*allow_exceptions=*/false); }
 
+// Takes every grammar and restricts nothing.
+class LenientGrammars final : public GrammarEngine {
+ public:
+  absl::StatusOr<std::shared_ptr<const CompiledGrammar>> Compile(const GrammarNode&) const override {
+    return std::make_shared<Grammar>();
+  }
+
+ private:
+  class Constraint final : public TokenConstraint {
+   public:
+    bool FillMask(std::span<uint32_t>) override { return false; }
+    bool Accept(int32_t) override { return true; }
+    std::unique_ptr<TokenConstraint> Fork() const override { return std::make_unique<Constraint>(); }
+  };
+  class Grammar final : public CompiledGrammar {
+   public:
+    std::unique_ptr<TokenConstraint> NewConstraint() const override { return std::make_unique<Constraint>(); }
+    size_t bytes() const override { return 0; }
+  };
+};
+
 }  // namespace
 
 std::string OpenAiReply::Param() const { return body.contains("error") ? TextOr(body["error"]["param"]) : "?"; }
@@ -128,6 +149,9 @@ void OpenAiServer::Install() {
   model->renderer = std::make_shared<const ChatRenderer>(tokenizer_);
   model->eos_token_ids = {kEndOfMessage};
   model->engine = engine_.get();
+  if (options_.grammars) {
+    model->grammars = std::make_shared<GrammarPool>(GrammarPool::Options(), std::make_unique<LenientGrammars>());
+  }
   service_->Install(model);
   metrics_.WatchEngine([engine = engine_.get()] { return engine->Load(); }, engine_->Limits());
   health_.SetServing();
