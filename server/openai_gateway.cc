@@ -4,6 +4,7 @@
 #include <ctime>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "server/error_details.h"
 #include "server/openai/generation_job.h"
@@ -97,6 +98,12 @@ std::optional<HttpResponse> OpenAiGateway::CheckHead(const HttpRequest& request)
                                           "method_not_allowed");
     response.headers.emplace_back("Allow", allow);
     return response;
+  }
+  if (const std::string_view coding = request.Header("content-encoding");
+      !coding.empty() && !absl::EqualsIgnoreCase(std::string(coding), "identity")) {
+    return ErrorResponse(415, absl::StrCat("a body is sent as it is, not with Content-Encoding ",
+                                           Excerpt(std::string(coding), 40)),
+                         "unsupported_encoding");
   }
   if (route->needs_key && keys_ != nullptr && keys_->required()) {
     const absl::Status status = keys_->Check(request.Header("authorization"));

@@ -1,6 +1,7 @@
 #include "server/request_validation.h"
 
 #include <algorithm>
+#include <limits>
 #include <random>
 #include <string>
 
@@ -93,7 +94,8 @@ absl::Status CheckStopping(const RequestedStopping& stopping, const EngineLimits
   if (stopping.max_new_tokens.has_value() && stopping.min_new_tokens.value_or(0) > *stopping.max_new_tokens) {
     return InvalidField(
         "stopping.min_new_tokens",
-        absl::StrCat(*stopping.min_new_tokens, " is more than max_new_tokens, ", *stopping.max_new_tokens));
+        absl::StrCat(*stopping.min_new_tokens, " is more than the limit of ", *stopping.max_new_tokens,
+                     " new tokens"));
   }
   if ((stopping.repetition_count == 0) != (stopping.repetition_max_period == 0) || stopping.repetition_count == 1) {
     return InvalidField("stopping.repetition", "needs max_period of at least 1 and count of at least 2");
@@ -183,9 +185,12 @@ absl::Status ResolveLength(const GenerationRequest& request, int64_t prompt_toke
     details.numbers = {{"prompt_tokens", absl::StrCat(prompt_tokens)},
                        {"max_new_tokens", absl::StrCat(reply)},
                        {"max_model_len", absl::StrCat(limits.max_model_len)}};
+    // What a front end could not hold came as the largest number there is.
+    const bool capped = reply == std::numeric_limits<uint32_t>::max();
     const std::string message =
-        absl::StrCat("the prompt has ", prompt_tokens, " tokens; with ", reply, " to generate that is ",
-                     prompt_tokens + reply, ", over the context limit of ", limits.max_model_len);
+        absl::StrCat("the prompt has ", prompt_tokens, " tokens; with ", capped ? "at least " : "", reply,
+                     " to generate that is ", capped ? "" : absl::StrCat(prompt_tokens + reply, ", "),
+                     "over the context limit of ", limits.max_model_len);
     details.fields.push_back({prompt_tokens < limits.max_model_len ? "stopping.max_new_tokens" : "input", message});
     return WithDetails(absl::InvalidArgumentError(message), details);
   }

@@ -34,7 +34,7 @@ class CompletionWriter : public ReplyWriter {
     for (int32_t i = 0; i < options_.choices_per_prompt; ++i) {
       Choice& choice = ChoiceOf(prompt, i);
       EchoFirstToken(state, &choice);
-      choice.logprobs.Append(event.rows);
+      choice.logprobs.Append(event.rows, /*generated=*/false);
     }
   }
 
@@ -43,7 +43,7 @@ class CompletionWriter : public ReplyWriter {
     running_usage_.completion_tokens += event.tokens;
     if (options_.logprobs) {
       if (options_.echo) EchoFirstToken(prompts_[static_cast<size_t>(prompt)], &choice);
-      choice.logprobs.Append(event.logprobs);
+      choice.logprobs.Append(event.logprobs, /*generated=*/true);
     }
     if (options_.token_ids) choice.ids.insert(choice.ids.end(), event.token_ids.begin(), event.token_ids.end());
     choice.text += event.text;

@@ -4,6 +4,7 @@
 #include <span>
 
 #include "server/openai/reply_json.h"
+#include "server/text/output_channels.h"
 #include "server/text/utf8.h"
 
 namespace k3 {
@@ -77,27 +78,27 @@ void AppendChatLogprobs(const LogprobRows& rows, const Tokenizer& tokenizer, int
   }
 }
 
-void CompletionLogprobs::AppendToken(int32_t token) {
+void CompletionLogprobs::AppendToken(int32_t token, bool silent) {
   AppendComma(&tokens_);
   AppendJsonString(TokenLabel(tokenizer_, token), &tokens_);
   AppendComma(&offsets_);
   AppendInteger(offset_, &offsets_);
-  offset_ += CharactersBegunIn(tokenizer_.TokenBytes(token));
+  if (!silent) offset_ += CharactersBegunIn(tokenizer_.TokenBytes(token));
 }
 
 void CompletionLogprobs::AppendUnscored(int32_t token) {
-  AppendToken(token);
+  AppendToken(token, /*silent=*/false);
   AppendComma(&values_);
   values_ += "null";
   AppendComma(&tops_);
   tops_ += "null";
 }
 
-void CompletionLogprobs::Append(const LogprobRows& rows) {
+void CompletionLogprobs::Append(const LogprobRows& rows, bool generated) {
   for (size_t i = 0; i < rows.token_ids.size(); ++i) {
     const int32_t token = rows.token_ids[i];
     const float logprob = rows.logprobs[i];
-    AppendToken(token);
+    AppendToken(token, generated && IsSilentToken(tokenizer_, token));
     AppendComma(&values_);
     AppendFloat(logprob, &values_);
     AppendComma(&tops_);

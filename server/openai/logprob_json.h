@@ -23,13 +23,14 @@ class CompletionLogprobs {
 
   // A token without a value: the first of an echoed prompt.
   void AppendUnscored(int32_t token);
-  void Append(const LogprobRows& rows);
+  // `generated`: of the answer, in whose text the tokens that end or pad it do not appear; else of an echoed prompt.
+  void Append(const LogprobRows& rows, bool generated);
   bool empty() const { return tokens_.empty(); }
   // Appends the object and forgets the tokens; offsets go on.
   void Take(std::string* out);
 
  private:
-  void AppendToken(int32_t token);
+  void AppendToken(int32_t token, bool silent);
 
   const Tokenizer& tokenizer_;
   const int32_t top_logprobs_;

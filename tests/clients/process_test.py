@@ -68,6 +68,52 @@ class ServeTest(unittest.TestCase):
         started.wait()
         return results, threads
 
+    def http_streams(self, server, count, tokens):
+        """The same by HTTP: the whole text of each stream."""
+        results = [None] * count
+        started = threading.Barrier(count + 1)
+
+        def read(index):
+            body = {"prompt": [100] * 5, "max_tokens": tokens, "ignore_eos": True, "stream": True,
+                    "stream_options": {"include_usage": True}}
+            request = urllib.request.Request(server.url + "/v1/completions", json.dumps(body).encode())
+            with urllib.request.urlopen(request) as reply:
+                lines = [reply.readline()]
+                started.wait()
+                lines += reply.readlines()
+            results[index] = [line[6:].strip().decode() for line in lines if line.startswith(b"data: ")]
+
+        threads = [threading.Thread(target=read, args=(i,)) for i in range(count)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        return results, threads
+
+    def test_running_http_streams_end_before_the_process(self):
+        server = self.start()
+        results, threads = self.http_streams(server, 4, 400)
+        server.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+        for events in results:
+            self.assertEqual(events[-1], "[DONE]")
+            self.assertEqual(json.loads(events[-2])["usage"]["completion_tokens"], 400)
+            self.assertEqual(json.loads(events[-3])["choices"][0]["finish_reason"], "length")
+        self.assertEqual(server.process.wait(timeout=10), 0)
+
+    def test_http_streams_that_outlast_the_timeout_end_with_an_error_event(self):
+        server = self.start("--shutdown-timeout", "0.3")
+        results, threads = self.http_streams(server, 4, 200000)
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        self.assertEqual(server.process.wait(timeout=10), 0)
+        self.assertLess(time.monotonic() - begin, 4)
+        for thread in threads:
+            thread.join()
+        for events in results:
+            self.assertEqual(events[-1], "[DONE]")
+            self.assertEqual(json.loads(events[-2])["error"]["type"], "server_error")
+
     # B45.
     def test_running_streams_end_before_the_process(self):
         server = self.start()

@@ -2,6 +2,7 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <fstream>
 #include <future>
 #include <set>
@@ -10,6 +11,7 @@
 #include "k3serve/inference/v1/generation_service.grpc.pb.h"
 #include "server/grpc_server.h"
 #include "tests/testing/grpc_harness.h"
+#include "tests/testing/prometheus_text.h"
 
 namespace k3 {
 namespace {
@@ -124,6 +126,16 @@ TEST(GrpcLoadTest, DeadlinesEndTheWork) {
   const uint64_t generated = harness.engine().Load().generated_tokens;
   std::this_thread::sleep_for(50ms);
   EXPECT_EQ(harness.engine().Load().generated_tokens, generated);
+  // Each accepted request ended as aborted: none finished by itself, and those refused were never counted.
+  const auto page = testing::PrometheusText::Parse(harness.service().metrics.Render());
+  ASSERT_TRUE(page.ok()) << page.status();
+  double ended = 0;
+  for (const char* reason : {"abort", "deadline"}) {
+    const double value = page->Value("k3serve_requests_finished_total", {{"reason", reason}});
+    if (!std::isnan(value)) ended += value;
+  }
+  EXPECT_GT(ended, 0);
+  EXPECT_EQ(ended, page->Sum("k3serve_requests_finished_total"));
 }
 
 // B43, short: readers that stop. They are ended after the limit, others go on, and what they read later is in order.

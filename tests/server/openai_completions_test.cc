@@ -129,6 +129,24 @@ TEST_F(OpenAiCompletionsTest, OneBadPromptRefusesTheBatch) {
             "n");
 }
 
+// An end that was ignored is a token without text.
+TEST_F(OpenAiCompletionsTest, OffsetsSkipIgnoredEnds) {
+  std::vector<int32_t> tokens = server_.Tokens("one");
+  const int32_t end = server_.tokenizer().stop_ids().back();
+  tokens.push_back(end);
+  const size_t more = tokens.size();
+  for (const int32_t token : server_.Tokens(" two")) tokens.push_back(token);
+  server_.Force(tokens);
+  const OpenAiReply reply = server_.Post(
+      kCompletions, {{"prompt", "p"}, {"logprobs", 0}, {"max_tokens", tokens.size()}, {"ignore_eos", true}});
+  ASSERT_EQ(reply.status, 200) << reply.raw.body;
+  EXPECT_EQ(reply.body["choices"][0]["text"], "one two");
+  const Json& offsets = reply.body["choices"][0]["logprobs"]["text_offset"];
+  ASSERT_EQ(offsets.size(), tokens.size());
+  EXPECT_EQ(offsets[more - 1], 3);
+  EXPECT_EQ(offsets[more], 3);
+}
+
 TEST_F(OpenAiCompletionsTest, Logprobs) {
   server_.ForceText("one two");
   const std::vector<int32_t> tokens = server_.Tokens("one two");

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <thread>
+#include <atomic>
 #include <string>
 
 #include "tests/testing/openai_server.h"
@@ -121,6 +123,15 @@ TEST_F(OpenAiRequestTest, MalformedMessages) {
 }
 
 // B27
+// B27: a field that nobody knows is ignored, at every level.
+TEST_F(OpenAiRequestTest, UnknownFieldsAreIgnored) {
+  Accepted(ChatBody({{"mystery", {{"a", {1, "x", nullptr}}}}, {"stream_mode", "x"}}));
+  Accepted(Parse(R"({"messages":[{"role":"user","content":[{"type":"text","text":"a","cache_control":{}}],"weight":1}]})"));
+  const OpenAiReply raw = server_.Post(kCompletions, {{"prompt", "a"}, {"max_tokens", 1}, {"mystery", 5}});
+  EXPECT_EQ(raw.status, 200) << raw.raw.body;
+  EXPECT_EQ(server_.Stream(kChat, ChatBody({{"mystery", true}})).status, 200);
+}
+
 TEST_F(OpenAiRequestTest, BodiesThatAreNoObject) {
   for (const char* body :
        {"{", "", "[]", "\"x\"", "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],}", "5", "null",
@@ -329,6 +340,16 @@ TEST_F(OpenAiRequestTest, TextPartsAndNullContent) {
     const auto all = rendered.get<std::vector<int32_t>>();
     EXPECT_NE(std::search(all.begin(), all.end(), both.begin(), both.end()), all.end()) << role;
   }
+  const Json tool_turns = Parse(R"([{"role":"user","content":"a"},
+    {"role":"assistant","content":null,"tool_calls":[{"id":"f_0","type":"function","function":{"name":"f","arguments":"{}"}}]},
+    {"role":"tool","tool_call_id":"f_0","content":[{"type":"text","text":"AB"},{"type":"text","text":"CD"}]}])");
+  {
+    const auto all = ids(tool_turns).get<std::vector<int32_t>>();
+    std::vector<int32_t> both = server_.tokenizer().Encode("AB").value();
+    const std::vector<int32_t> second = server_.tokenizer().Encode("CD").value();
+    both.insert(both.end(), second.begin(), second.end());
+    EXPECT_NE(std::search(all.begin(), all.end(), both.begin(), both.end()), all.end()) << "tool";
+  }
   const Json turns = Parse(R"([{"role":"user","content":"a"},
     {"role":"assistant","content":null,"tool_calls":[{"id":"lookup_0","type":"function","function":{"name":"lookup","arguments":"{\"key\":\"zebra\"}"}}]},
     {"role":"tool","tool_call_id":"lookup_0","content":[{"type":"text","text":"striped"}]},{"role":"user","content":"b"}])");
@@ -348,6 +369,32 @@ TEST_F(OpenAiRequestTest, TextPartsAndNullContent) {
   for (const auto& [content, param] : bad) {
     Refused({{"messages", Json::array({{{"role", "user"}, {"content", Parse(content)}}})}}, param);
   }
+}
+
+// B33, second half: a short request does not wait while a long prompt is encoded.
+TEST(OpenAiLongPromptTest, AShortRequestDoesNotWait) {
+  OpenAiServer::Options options;
+  options.engine.limits.max_model_len = 4 << 20;
+  options.engine.limits.latent_pages = 1 << 20;
+  OpenAiServer server(options);
+  server.Force({100});
+  std::string text;  // letters in no order: the slowest kind to encode
+  for (uint32_t i = 0, x = 1; i < 4u << 20; ++i) {
+    x = x * 1664525u + 1013904223u;
+    text.push_back(static_cast<char>('a' + (x >> 24) % 26));
+  }
+  std::atomic<bool> done{false};
+  std::thread slow([&] {
+    EXPECT_EQ(server.Post(kCompletions, {{"prompt", text}, {"max_tokens", 1}}).status, 200);
+    done = true;
+  });
+  int finished_before = 0;
+  while (!done) {
+    EXPECT_EQ(server.Post(kCompletions, {{"prompt", "ten tokens or so, no more"}, {"max_tokens", 1}}).status, 200);
+    if (!done) ++finished_before;
+  }
+  slow.join();
+  EXPECT_GT(finished_before, 3);
 }
 
 TEST_F(OpenAiRequestTest, Tools) {
@@ -547,7 +594,12 @@ TEST(OpenAiLengthTest, TokenLimits) {  // B30
       EXPECT_EQ(reply.status, 400) << big;
       EXPECT_EQ(reply.Code(), "context_length_exceeded") << big;
       EXPECT_EQ(reply.Param(), key);
+      const std::string message = reply.body["error"]["message"];
+      EXPECT_EQ(message.find("at least") != std::string::npos, big.get<double>() > 4294967295.0) << message;
     }
+    const OpenAiReply least = server.Post(kChat, ChatBody({{"min_tokens", 5}, {key, 3}}));
+    EXPECT_EQ(least.Param(), "min_tokens");
+    EXPECT_EQ(least.body["error"]["message"], "min_tokens: 5 is more than the limit of 3 new tokens");
     EXPECT_EQ(server.Post(kChat, ChatBody({{key, 512 - prompt}})).body["usage"]["completion_tokens"], 512 - prompt);
   }
   EXPECT_EQ(server.Post(kChat, ChatBody({{"max_tokens", 3}, {"max_completion_tokens", 5}}))

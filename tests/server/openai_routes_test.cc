@@ -64,6 +64,16 @@ TEST(OpenAiRoutesTest, UnknownRoutesAndMethods) {
   EXPECT_EQ(client.Call("GET", "/v1/models")->body.size(), std::stoul(head->Header("content-length")));
 }
 
+TEST(OpenAiRoutesTest, EncodedBodiesAreRefused) {
+  OpenAiServer server;
+  server.Force({100});
+  const Json body = {{"prompt", "a"}, {"max_tokens", 1}};
+  const OpenAiReply reply = server.Post("/v1/completions", body, "Content-Encoding: gzip\r\n");
+  EXPECT_EQ(reply.status, 415);
+  EXPECT_EQ(reply.Code(), "unsupported_encoding");
+  EXPECT_EQ(server.Post("/v1/completions", body, "Content-Encoding: identity\r\n").status, 200);
+}
+
 TEST(OpenAiRoutesTest, Models) {
   OpenAiServer server;
   const OpenAiReply list = server.Get("/v1/models");
