@@ -51,6 +51,10 @@ install -m 755 docker/healthcheck.sh "$out/share/healthcheck.sh"
 cp -r configs/models/tiny-k3 "$out/models/"
 cp -r configs/server "$out/configs/"
 cp LICENSE "$out/"
+grammar_sources=$(sed -n 's/^K3_XGRAMMAR_DIR:PATH=//p' "$(dirname "$binary")/CMakeCache.txt" 2>/dev/null || true)
+for text in LICENSE NOTICE; do
+  if [ -f "$grammar_sources/$text" ]; then install -m 644 "$grammar_sources/$text" "$out/share/licenses/xgrammar-$text"; fi
+done
 
 # glibc's own parts must be the machine's: they match its loader. libcuda belongs to the driver.
 is_system() {
