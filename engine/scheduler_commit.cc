@@ -55,9 +55,10 @@ void Scheduler::CommitSequence(Rank& rank, const Scheduled& entry, const RankPla
           live, absl::InternalError(absl::StrCat("the model produced non-finite logits at position ", computed - 1)),
           now, /*condemn=*/true);
     } else {
-      FinishRequest(live, absl::InvalidArgumentError(absl::StrCat(
-                              "after ", sequence.generated(),
-                              " tokens the request's own constraint, allowed and banned ids leave none to choose")),
+      FinishRequest(live,
+                    absl::InvalidArgumentError(absl::StrCat(
+                        "after ", sequence.generated(),
+                        " tokens the request's own constraint, allowed and banned ids leave none to choose")),
                     now);
     }
     return;

@@ -172,8 +172,8 @@ absl::Status EngineHost::LoadModel(const ServerConfig& config, const std::functi
                                             " is outside the vocabulary of ", model_config->vocab_size));
   }
   served_->eos_token_ids = EosTokenIds(*model_config, served_->defaults, *served_->tokenizer);
-  if (auto grammar_engine = MakeGrammarEngine(
-          *served_->tokenizer, static_cast<int32_t>(model_config->vocab_size), served_->eos_token_ids)) {
+  if (auto grammar_engine = MakeGrammarEngine(*served_->tokenizer, static_cast<int32_t>(model_config->vocab_size),
+                                              served_->eos_token_ids)) {
     served_->grammars = std::make_shared<GrammarPool>(GrammarPool::Options(), std::move(grammar_engine));
   }
   served_->names = config.served_model_names;

@@ -264,8 +264,8 @@ absl::StatusOr<GenerationService::Prepared> GenerationService::Prepare(Generatio
   if (!status.ok()) return status;
   ChatPrompt opening;
   opening.open_channel = prompt->open_channel;
-  absl::StatusOr<std::optional<AnswerGrammar>> grammar = BuildAnswerGrammar(
-      request, *model.tokenizer, model.renderer->format(), prompt->is_chat ? &opening : nullptr);
+  absl::StatusOr<std::optional<AnswerGrammar>> grammar =
+      BuildAnswerGrammar(request, *model.tokenizer, model.renderer->format(), prompt->is_chat ? &opening : nullptr);
   if (!grammar.ok()) return WithClientPath(grammar.status());
   if (grammar->has_value() && model.grammars == nullptr) {
     // Without a grammar engine a forbidden call is only told to the model, as it always is.

@@ -101,9 +101,9 @@ std::optional<HttpResponse> OpenAiGateway::CheckHead(const HttpRequest& request)
   }
   if (const std::string_view coding = request.Header("content-encoding");
       !coding.empty() && !absl::EqualsIgnoreCase(std::string(coding), "identity")) {
-    return ErrorResponse(415, absl::StrCat("a body is sent as it is, not with Content-Encoding ",
-                                           Excerpt(std::string(coding), 40)),
-                         "unsupported_encoding");
+    return ErrorResponse(
+        415, absl::StrCat("a body is sent as it is, not with Content-Encoding ", Excerpt(std::string(coding), 40)),
+        "unsupported_encoding");
   }
   if (route->needs_key && keys_ != nullptr && keys_->required()) {
     const absl::Status status = keys_->Check(request.Header("authorization"));

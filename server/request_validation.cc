@@ -92,10 +92,8 @@ absl::Status CheckStopping(const RequestedStopping& stopping, const EngineLimits
   const absl::Status ids = CheckTokenIds(stopping.stop_token_ids, limits.vocab_size, "stopping.stop_token_ids");
   if (!ids.ok()) return ids;
   if (stopping.max_new_tokens.has_value() && stopping.min_new_tokens.value_or(0) > *stopping.max_new_tokens) {
-    return InvalidField(
-        "stopping.min_new_tokens",
-        absl::StrCat(*stopping.min_new_tokens, " is more than the limit of ", *stopping.max_new_tokens,
-                     " new tokens"));
+    return InvalidField("stopping.min_new_tokens", absl::StrCat(*stopping.min_new_tokens, " is more than the limit of ",
+                                                                *stopping.max_new_tokens, " new tokens"));
   }
   if ((stopping.repetition_count == 0) != (stopping.repetition_max_period == 0) || stopping.repetition_count == 1) {
     return InvalidField("stopping.repetition", "needs max_period of at least 1 and count of at least 2");
@@ -187,10 +185,9 @@ absl::Status ResolveLength(const GenerationRequest& request, int64_t prompt_toke
                        {"max_model_len", absl::StrCat(limits.max_model_len)}};
     // What a front end could not hold came as the largest number there is.
     const bool capped = reply == std::numeric_limits<uint32_t>::max();
-    const std::string message =
-        absl::StrCat("the prompt has ", prompt_tokens, " tokens; with ", capped ? "at least " : "", reply,
-                     " to generate that is ", capped ? "" : absl::StrCat(prompt_tokens + reply, ", "),
-                     "over the context limit of ", limits.max_model_len);
+    const std::string message = absl::StrCat(
+        "the prompt has ", prompt_tokens, " tokens; with ", capped ? "at least " : "", reply, " to generate that is ",
+        capped ? "" : absl::StrCat(prompt_tokens + reply, ", "), "over the context limit of ", limits.max_model_len);
     details.fields.push_back({prompt_tokens < limits.max_model_len ? "stopping.max_new_tokens" : "input", message});
     return WithDetails(absl::InvalidArgumentError(message), details);
   }

@@ -132,13 +132,13 @@ class AnswerBuilder {
       for (const Tool& tool : tools) {
         const JsonValue none;
         each.push_back(GrammarNode::Sequence(
-            {GrammarNode::Token(tokens.open), GrammarNode::Literal(absl::StrCat("call tool=\"", tool.name, "\" index=\"")),
+            {GrammarNode::Token(tokens.open),
+             GrammarNode::Literal(absl::StrCat("call tool=\"", tool.name, "\" index=\"")),
              GrammarNode::Of(GrammarNode::Kind::kRegex, "[1-9][0-9]{0,2}"), GrammarNode::Literal("\""),
              GrammarNode::Token(tokens.separator),
              XtmlArguments(tokens, relaxed && !tool.strict ? none : tool.parameters), XtmlClose(tokens, "call")}));
       }
-      return GrammarNode::Sequence(
-          {XtmlOpen(tokens, "tools"), Calls(std::move(each)), XtmlClose(tokens, "tools")});
+      return GrammarNode::Sequence({XtmlOpen(tokens, "tools"), Calls(std::move(each)), XtmlClose(tokens, "tools")});
     };
     if (tools.empty()) {
       parts.push_back(response(content.value_or(Free())));
@@ -180,7 +180,8 @@ class AnswerBuilder {
     GrammarNode section = GrammarNode::Sequence(
         {Token("<|tool_calls_section_begin|>"), Calls(std::move(each)), Token("<|tool_calls_section_end|>")});
     if (!content.has_value()) {
-      return GrammarNode::Sequence({Free(), must_call ? std::move(section) : GrammarNode::Optional(std::move(section))});
+      return GrammarNode::Sequence(
+          {Free(), must_call ? std::move(section) : GrammarNode::Optional(std::move(section))});
     }
     if (must_call) return section;
     return GrammarNode::Choice({GrammarNode::Sequence({*content, GrammarNode::Optional(section)}), section});

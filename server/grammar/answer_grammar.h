@@ -25,8 +25,8 @@ struct AnswerGrammar {
 // channel holds the constrained text, tool calls follow their schemas; the markup between them is fixed.
 //
 // INVALID_ARGUMENT naming the field when a schema, pattern or grammar cannot be enforced (see CheckSchema): a
-// FieldError for what the client wrote, an InvalidField for what is ours. `prompt` is null for a raw prompt, whose whole
-// answer is the constrained text.
+// FieldError for what the client wrote, an InvalidField for what is ours. `prompt` is null for a raw prompt, whose
+// whole answer is the constrained text.
 absl::StatusOr<std::optional<AnswerGrammar>> BuildAnswerGrammar(const GenerationRequest& request,
                                                                 const Tokenizer& tokenizer, ChatFormat format,
                                                                 const ChatPrompt* prompt);

@@ -177,8 +177,7 @@ class ArgumentGrammar {
   GrammarNode Anything(const std::vector<std::string>& except, const JsonValue* schema = nullptr) const {
     GrammarNode key = GrammarNode::Of(GrammarNode::Kind::kEbnf, OtherKey(except).Ebnf());
     const JsonValue any = JsonValue::Bool(true);
-    return GrammarNode::Optional(
-        GrammarNode::OneOrMore(Argument(std::move(key), schema == nullptr ? any : *schema)));
+    return GrammarNode::Optional(GrammarNode::OneOrMore(Argument(std::move(key), schema == nullptr ? any : *schema)));
   }
 
  private:
@@ -244,8 +243,9 @@ class ArgumentGrammar {
     const auto number = [](const JsonValue* value) {
       return value == nullptr ? std::string() : std::to_string(static_cast<int64_t>(value->AsDouble()));
     };
-    return GrammarNode::Of(GrammarNode::Kind::kEbnf, absl::StrCat("root ::= [^]{", least == nullptr ? "0" : number(least),
-                                                                  ",", number(most), "}\n"));
+    return GrammarNode::Of(
+        GrammarNode::Kind::kEbnf,
+        absl::StrCat("root ::= [^]{", least == nullptr ? "0" : number(least), ",", number(most), "}\n"));
   }
 
   static Typed Exactly(const JsonValue& value) {

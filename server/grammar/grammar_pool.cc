@@ -79,8 +79,8 @@ struct GrammarPool::Shared {
       lock.unlock();
       Result result = engine->Compile(root);
       if (result.ok() && (*result)->bytes() > options.max_bytes) {
-        result = absl::InvalidArgumentError(absl::StrCat("needs ", (*result)->bytes() >> 20, " MiB when compiled; at most ",
-                                                         options.max_bytes >> 20));
+        result = absl::InvalidArgumentError(
+            absl::StrCat("needs ", (*result)->bytes() >> 20, " MiB when compiled; at most ", options.max_bytes >> 20));
       }
       Finish(key, result);
       lock.lock();

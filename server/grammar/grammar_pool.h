@@ -38,8 +38,8 @@ class GrammarPool {
   GrammarPool(const GrammarPool&) = delete;
   GrammarPool& operator=(const GrammarPool&) = delete;
 
-  // Calls `done` exactly once: at once when the grammar is known, else on a thread of the pool. INVALID_ARGUMENT when it
-  // does not compile in time and size, RESOURCE_EXHAUSTED when too many wait.
+  // Calls `done` exactly once: at once when the grammar is known, else on a thread of the pool. INVALID_ARGUMENT when
+  // it does not compile in time and size, RESOURCE_EXHAUSTED when too many wait.
   void Get(const GrammarNode& root, Done done);
 
   // Waits a moment for compilations that still run, then leaves them to themselves; whoever waits for one gets

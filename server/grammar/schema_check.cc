@@ -41,9 +41,28 @@ bool HoldsSchema(std::string_view key) {
 
 // Says nothing about the value.
 bool IsAnnotation(std::string_view key) {
-  return IsOneOf(key, {"$schema", "$id", "id", "$anchor", "$comment", "title", "description", "default", "examples",
-                       "example", "deprecated", "readOnly", "writeOnly", "$defs", "definitions", "format", "strict",
-                       "nullable", "discriminator", "contentEncoding", "contentMediaType", "x-order"}) ||
+  return IsOneOf(key, {"$schema",
+                       "$id",
+                       "id",
+                       "$anchor",
+                       "$comment",
+                       "title",
+                       "description",
+                       "default",
+                       "examples",
+                       "example",
+                       "deprecated",
+                       "readOnly",
+                       "writeOnly",
+                       "$defs",
+                       "definitions",
+                       "format",
+                       "strict",
+                       "nullable",
+                       "discriminator",
+                       "contentEncoding",
+                       "contentMediaType",
+                       "x-order"}) ||
          key.starts_with("x-");
 }
 
@@ -314,12 +333,14 @@ absl::Status CheckPattern(const std::string& pattern, const std::string& path) {
     if (pattern[i] != '{') continue;
     double most = 0, number = 0;
     size_t j = i + 1;
-    for (; j < pattern.size() && (std::isdigit(static_cast<unsigned char>(pattern[j])) != 0 || pattern[j] == ','); ++j) {
+    for (; j < pattern.size() && (std::isdigit(static_cast<unsigned char>(pattern[j])) != 0 || pattern[j] == ',');
+         ++j) {
       number = pattern[j] == ',' ? 0 : number * 10 + (pattern[j] - '0');
       most = std::max(most, number);
     }
     if (j >= pattern.size() || pattern[j] != '}') continue;
-    if (most > kMaxRepeats) return FieldError(path, absl::StrCat("repeats something more than ", kMaxRepeats, " times"));
+    if (most > kMaxRepeats)
+      return FieldError(path, absl::StrCat("repeats something more than ", kMaxRepeats, " times"));
     product *= std::max(1.0, most);
     if (product > 10 * kMaxRepeats) return FieldError(path, "its repetitions multiply to too many");
   }

@@ -185,9 +185,10 @@ JsonValue ToFormat(const GrammarNode& node) {
       break;
     case Kind::kJsonSchema: {
       // The library's own tags allow white space without end, in which weak models get lost.
-      const xgrammar::Grammar grammar = xgrammar::Grammar::FromJSONSchema(
-          node.text, /*any_whitespace=*/!node.compact, /*indent=*/std::nullopt, std::pair<std::string, std::string>(",", ":"),
-          /*strict_mode=*/true, node.compact ? std::nullopt : std::optional<int>(1));
+      const xgrammar::Grammar grammar =
+          xgrammar::Grammar::FromJSONSchema(node.text, /*any_whitespace=*/!node.compact, /*indent=*/std::nullopt,
+                                            std::pair<std::string, std::string>(",", ":"),
+                                            /*strict_mode=*/true, node.compact ? std::nullopt : std::optional<int>(1));
       value = EbnfFormat(Reprint(grammar.ToString()));
       break;
     }

@@ -180,8 +180,8 @@ void ReadResponseFormat(FieldReader& body, const OpenAiOptions& options, Generat
                      absl::StrCat("type ", type->text, " needs a string '", regex ? "pattern" : "grammar", "'"));
   }
   if (type->text == "structural_tag") {
-    return SetConstraint(body, Kind::kStructuralTag, WriteJson(*format, {.number_as_written = true}),
-                         "response_format", request);
+    return SetConstraint(body, Kind::kStructuralTag, WriteJson(*format, {.number_as_written = true}), "response_format",
+                         request);
   }
   body.Fail("response_format",
             absl::StrCat("unknown type \"", Excerpt(type->text),

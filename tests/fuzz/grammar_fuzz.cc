@@ -1,5 +1,5 @@
-// Any text as a schema, a pattern or a grammar of a request: refused with its place, or compiled within seconds to masks
-// that always leave a token to choose, whose choice is accepted.
+// Any text as a schema, a pattern or a grammar of a request: refused with its place, or compiled within seconds to
+// masks that always leave a token to choose, whose choice is accepted.
 
 #include <algorithm>
 #include <cstdint>
@@ -57,7 +57,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static const auto tokenizer = k3::Tokenizer::Load(std::string(K3_SOURCE_DIR) + "/configs/models/tiny-k3").value();
   static const auto engine = k3::MakeGrammarEngine(*tokenizer, tokenizer->vocab_size(), tokenizer->stop_ids());
   if (size == 0) return 0;
-  const k3::GenerationRequest request = Request(data[0], std::string(reinterpret_cast<const char*>(data + 1), size - 1));
+  const k3::GenerationRequest request =
+      Request(data[0], std::string(reinterpret_cast<const char*>(data + 1), size - 1));
   k3::ChatPrompt prompt;
   prompt.open_channel = k3::OpenChannel::kContent;
   const auto grammar = k3::BuildAnswerGrammar(request, *tokenizer, k3::ChatFormat::kXtml, &prompt);

@@ -2,9 +2,9 @@
 
 #include <gtest/gtest.h>
 
-#include <thread>
 #include <atomic>
 #include <string>
+#include <thread>
 
 #include "tests/testing/openai_server.h"
 
@@ -126,7 +126,8 @@ TEST_F(OpenAiRequestTest, MalformedMessages) {
 // B27: a field that nobody knows is ignored, at every level.
 TEST_F(OpenAiRequestTest, UnknownFieldsAreIgnored) {
   Accepted(ChatBody({{"mystery", {{"a", {1, "x", nullptr}}}}, {"stream_mode", "x"}}));
-  Accepted(Parse(R"({"messages":[{"role":"user","content":[{"type":"text","text":"a","cache_control":{}}],"weight":1}]})"));
+  Accepted(
+      Parse(R"({"messages":[{"role":"user","content":[{"type":"text","text":"a","cache_control":{}}],"weight":1}]})"));
   const OpenAiReply raw = server_.Post(kCompletions, {{"prompt", "a"}, {"max_tokens", 1}, {"mystery", 5}});
   EXPECT_EQ(raw.status, 200) << raw.raw.body;
   EXPECT_EQ(server_.Stream(kChat, ChatBody({{"mystery", true}})).status, 200);
@@ -502,12 +503,14 @@ TEST_F(OpenAiRequestTest, EffortAndThinkingInThreeSpellings) {
 }
 
 TEST_F(OpenAiRequestTest, StructuredOutputTakesOneWayAndNamesWhatIsWrong) {
-  for (const char* members :
-       {R"({"response_format":{"type":"json_object"}})",
-        R"({"response_format":{"type":"json_schema","json_schema":{"name":"n","schema":{"type":"object"},"strict":true}}})",
-        R"({"response_format":{"type":"regex","pattern":"a+"}})", R"({"guided_json":{"type":"object"}})",
-        R"({"guided_json":"{\"type\":\"object\"}"})", R"({"guided_choice":["a","b"]})", R"({"guided_grammar":"root ::= \"a\""})",
-        R"({"structured_outputs":{"regex":"a"}})", R"({"structured_outputs":null,"guided_regex":null})"}) {
+  for (
+      const char* members :
+      {R"({"response_format":{"type":"json_object"}})",
+       R"({"response_format":{"type":"json_schema","json_schema":{"name":"n","schema":{"type":"object"},"strict":true}}})",
+       R"({"response_format":{"type":"regex","pattern":"a+"}})", R"({"guided_json":{"type":"object"}})",
+       R"({"guided_json":"{\"type\":\"object\"}"})", R"({"guided_choice":["a","b"]})",
+       R"({"guided_grammar":"root ::= \"a\""})", R"({"structured_outputs":{"regex":"a"}})",
+       R"({"structured_outputs":null,"guided_regex":null})"}) {
     Accepted(ChatBody(Parse(members)));
   }
   const std::pair<const char*, const char*> wrong[] = {
@@ -556,7 +559,8 @@ TEST(OpenAiNoGrammarTest, StructuredOutputIsRefusedButRendered) {
   refused({{"structured_outputs", {{"regex", "a"}}}}, "structured_outputs.regex");
   const Json tool = Parse(R"({"type":"function","function":{"name":"f"}})");
   refused({{"tools", Json::array({tool})}, {"tool_choice", "required"}}, "tool_choice");
-  refused({{"tools", Json::array({tool})}, {"tool_choice", Parse(R"({"type":"function","function":{"name":"f"}})")}}, "tool_choice");
+  refused({{"tools", Json::array({tool})}, {"tool_choice", Parse(R"({"type":"function","function":{"name":"f"}})")}},
+          "tool_choice");
   const Json strict = Parse(R"({"type":"function","function":{"name":"f","strict":true}})");
   refused({{"tools", Json::array({strict})}}, "tools");
   EXPECT_EQ(server.Post(kChat, ChatBody({{"tools", Json::array({tool})}, {"tool_choice", "none"}})).status, 200);

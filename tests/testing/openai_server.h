@@ -63,7 +63,8 @@ class OpenAiServer {
     std::string default_effort;
     std::optional<Clock::duration> request_timeout;
     std::string api_key_file;
-    bool grammars = true;  // false: a build without structured output. Grammars compile, but the mock follows its script
+    bool grammars =
+        true;  // false: a build without structured output. Grammars compile, but the mock follows its script
   };
 
   explicit OpenAiServer(Options options);

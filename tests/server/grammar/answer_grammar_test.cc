@@ -69,9 +69,8 @@ bool Fits(const Json& value, const Json& schema, const Json& root) {
     if (!value.is_array()) return false;
     const auto size = static_cast<int>(value.size());
     if (size < schema.value("minItems", 0) || size > schema.value("maxItems", 1 << 30)) return false;
-    return !schema.contains("items") || std::all_of(value.begin(), value.end(), [&](const Json& item) {
-      return Fits(item, schema["items"], root);
-    });
+    return !schema.contains("items") ||
+           std::all_of(value.begin(), value.end(), [&](const Json& item) { return Fits(item, schema["items"], root); });
   }
   if (!value.is_object()) return false;
   for (const Json& name : schema.value("required", Json::array())) {
@@ -335,7 +334,8 @@ TEST_F(AnswerGrammarTest, ANamedToolIsTheOnlyOne) {
 }
 
 TEST_F(AnswerGrammarTest, WithToolsTheAnswerIsEitherTheFormatOrACall) {
-  const Json schema = {{"type", "object"}, {"properties", {{"n", {{"type", "integer"}, {"maximum", 9}, {"minimum", 0}}}}},
+  const Json schema = {{"type", "object"},
+                       {"properties", {{"n", {{"type", "integer"}, {"maximum", 9}, {"minimum", 0}}}}},
                        {"required", {"n"}}};
   GenerationRequest request = Chat(Json::array({Tool("f", schema)}), ToolChoice::kAuto);
   Constrain(&request, RequestedConstraint::Kind::kJsonSchema, schema.dump());
@@ -372,7 +372,8 @@ TEST_F(AnswerGrammarTest, ForbiddenToolsLeaveNoWayToACall) {
 TEST_F(AnswerGrammarTest, NothingIsBuiltWhereAnythingGoes) {
   EXPECT_FALSE(Build(Chat(nullptr, ToolChoice::kAuto), *Tiny(), OpenChannel::kReasoning).has_value());
   EXPECT_FALSE(Build(Chat(Json::array({Tool("f", {{"type", "object"}}, false)}), ToolChoice::kAuto), *Tiny(),
-                     OpenChannel::kReasoning).has_value());
+                     OpenChannel::kReasoning)
+                   .has_value());
   EXPECT_FALSE(Build(Chat(nullptr, ToolChoice::kNone), *Tiny(), OpenChannel::kReasoning).has_value());
 }
 

@@ -24,7 +24,9 @@ std::string Repeat(const std::string& text, int times) {
 
 TEST(SchemaCheckTest, OrdinarySchemasPass) {
   for (const char* schema : {
-           R"({})", R"(true)", R"({"type":"object"})",
+           R"({})",
+           R"(true)",
+           R"({"type":"object"})",
            R"({"type":"object","properties":{"a":{"type":["string","null"],"description":"x","default":null}},
                "required":["a"],"additionalProperties":false,"title":"T","$schema":"x"})",
            R"({"anyOf":[{"type":"string"},{"type":"null"}],"default":null,"title":"x"})",
