@@ -57,7 +57,7 @@ void Scheduler::CommitSequence(Rank& rank, const Scheduled& entry, const RankPla
     } else {
       FinishRequest(live,
                     absl::InvalidArgumentError(absl::StrCat(
-                        "after ", sequence.generated(),
+                        "after ", sequence.sampler.generated(),
                         " tokens the request's own constraint, allowed and banned ids leave none to choose")),
                     now);
     }

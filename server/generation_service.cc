@@ -283,11 +283,12 @@ void GenerationService::StartNow(const std::shared_ptr<GenerationRequest>& reque
   absl::StatusOr<Prepared> ready = Prepare(*request, cancelled, arrival);
   if (!ready.ok()) return done(ready.status());
   auto prepared = std::make_shared<Prepared>(*std::move(ready));
-  const auto submit = [this, request, arrival, prepared, done](const CompiledGrammar* grammar) {
-    done(Submit(*prepared->model, *request, std::move(prepared->effective), std::move(prepared->prompt), grammar,
-                arrival));
+  const auto submit = [this, request, arrival, prepared,
+                       done](std::vector<std::unique_ptr<TokenConstraint>> constraints) {
+    done(Submit(*prepared->model, *request, std::move(prepared->effective), std::move(prepared->prompt),
+                std::move(constraints), arrival));
   };
-  if (!prepared->grammar.has_value()) return submit(nullptr);
+  if (!prepared->grammar.has_value()) return submit({});
   // The pool outlives its callbacks, so they need not hold it.
   GrammarPool* const pool = prepared->model->grammars.get();
   const auto compiled = [this, request, cancelled, prepared, submit, done](GrammarPool::Result result) {
@@ -295,8 +296,16 @@ void GenerationService::StartNow(const std::shared_ptr<GenerationRequest>& reque
     if (request->deadline.has_value() && *request->deadline <= Clock::now()) {
       return done(absl::DeadlineExceededError("the deadline passed while the grammar was compiled"));
     }
-    if (!result.ok()) return done(GrammarRefusal(result.status(), prepared->grammar->path));
-    submit(result->get());
+    const AnswerGrammar& grammar = *prepared->grammar;
+    if (!result.ok()) return done(GrammarRefusal(result.status(), grammar.path));
+    std::vector<std::unique_ptr<TokenConstraint>> constraints;
+    for (int32_t i = 0; i < prepared->effective.num_choices; ++i) {
+      constraints.push_back((*result)->NewConstraint(grammar.begun));
+      if (constraints.back() == nullptr) {
+        return done(InvalidField("chat.messages", "the text to continue does not fit what the answer must look like"));
+      }
+    }
+    submit(std::move(constraints));
   };
   pool->Get(prepared->grammar->root, [pool, prepared, compiled](GrammarPool::Result result) {
     const bool refused = !result.ok() && result.status().code() == absl::StatusCode::kInvalidArgument;
@@ -344,11 +353,9 @@ RequestSpan GenerationService::SpanOf(const GenerationRequest& request, Clock::t
   return span;
 }
 
-absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(const ServedModel& model,
-                                                                          GenerationRequest& request,
-                                                                          EffectiveSampling effective, Prompt prompt,
-                                                                          const CompiledGrammar* grammar,
-                                                                          Clock::time_point arrival) {
+absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(
+    const ServedModel& model, GenerationRequest& request, EffectiveSampling effective, Prompt prompt,
+    std::vector<std::unique_ptr<TokenConstraint>> constraints, Clock::time_point arrival) {
   const auto prompt_tokens = static_cast<int32_t>(prompt.ids.size());
   const int32_t num_choices = effective.num_choices;
   ResponseStream::Options stream_options;
@@ -407,9 +414,7 @@ absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(const 
   engine_request->cache_salt = std::move(request.cache.salt);
   engine_request->bypass_prefix_cache = request.cache.bypass;
   engine_request->deadline = request.deadline;
-  for (int32_t i = 0; grammar != nullptr && i < num_choices; ++i) {
-    engine_request->constraints.push_back(grammar->NewConstraint());
-  }
+  engine_request->constraints = std::move(constraints);
   engine_request->sink = stream;
   const absl::StatusOr<RequestId> id = model.engine->Submit(std::move(engine_request));
   if (!id.ok()) return EngineRefusal(id.status(), *model.engine, request.deadline.has_value());

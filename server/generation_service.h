@@ -111,7 +111,8 @@ class GenerationService {
                 Clock::time_point arrival, const StartDone& done);
   absl::StatusOr<std::shared_ptr<ResponseStream>> Submit(const ServedModel& model, GenerationRequest& request,
                                                          EffectiveSampling effective, Prompt prompt,
-                                                         const CompiledGrammar* grammar, Clock::time_point arrival);
+                                                         std::vector<std::unique_ptr<TokenConstraint>> constraints,
+                                                         Clock::time_point arrival);
   // Runs `work` here, or on a text thread when `bytes` of text would hold this thread up.
   void RunTextWork(size_t bytes, std::function<void()> work, const std::function<void(absl::Status)>& refuse);
 

@@ -261,6 +261,9 @@ absl::StatusOr<std::optional<AnswerGrammar>> BuildAnswerGrammar(const Generation
     if (!status.ok()) tool.parameters = JsonValue();
     loose = loose || !tool.strict;
   }
+  if (const ChatMessage& last = chat->messages.back(); constrained && last.partial) {
+    for (const ContentPart& part : last.content.parts) answer.begun += part.text;
+  }
   if (answer.path.empty()) answer.path = strict ? "tools" : "tool_choice";
   const AnswerBuilder builder(tokenizer, format, *prompt, request.parallel_tool_calls);
   answer.root = builder.Build(content, tools, must_call, /*relaxed=*/false);

@@ -18,7 +18,8 @@ struct AnswerGrammar {
   // The arguments of a tool without `strict` follow its schema as far as that can be enforced. When the whole does not
   // compile, this one, which lets such arguments be anything, may.
   std::optional<GrammarNode> relaxed;
-  std::string path;  // the field that the grammar comes from, for messages
+  std::string path;   // the field that the grammar comes from, for messages
+  std::string begun;  // constrained text that the prompt holds already: of a message to continue
 };
 
 // Nullopt when any answer will do. Constraints hold in the channel that they speak of: reasoning is free, the response

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -16,8 +17,8 @@ namespace k3 {
 class CompiledGrammar {
  public:
   virtual ~CompiledGrammar() = default;
-  // At the start of an answer.
-  virtual std::unique_ptr<TokenConstraint> NewConstraint() const = 0;
+  // For an answer whose first text, `begun`, is in the prompt already. Null when that does not fit the grammar.
+  virtual std::unique_ptr<TokenConstraint> NewConstraint(const std::string& begun = "") const = 0;
   virtual size_t bytes() const = 0;
 };
 

@@ -29,8 +29,14 @@ constexpr char kControlByte = '\xff';
 
 class XgrammarConstraint final : public TokenConstraint {
  public:
-  XgrammarConstraint(xgrammar::CompiledGrammar grammar, std::vector<int32_t> stop_ids)
-      : grammar_(std::move(grammar)), stop_ids_(std::move(stop_ids)), matcher_(grammar_, stop_ids_) {}
+  XgrammarConstraint(xgrammar::CompiledGrammar grammar, std::vector<int32_t> stop_ids, std::string begun)
+      : grammar_(std::move(grammar)),
+        stop_ids_(std::move(stop_ids)),
+        begun_(std::move(begun)),
+        matcher_(grammar_, stop_ids_),
+        fits_(begun_.empty() || matcher_.AcceptString(begun_)) {}
+
+  bool fits() const { return fits_; }
 
   bool FillMask(std::span<uint32_t> mask) override {
     if (matcher_.IsTerminated()) {
@@ -49,7 +55,9 @@ class XgrammarConstraint final : public TokenConstraint {
     tensor.shape = &shape;
     const bool restricts = matcher_.FillNextTokenBitmask(&tensor);
     if (std::chrono::steady_clock::now() - begin > kSlowestStep && ++slow_steps_ > 3) {
-      throw std::runtime_error("the grammar became too ambiguous to follow");
+      // Too ambiguous to follow: nothing is allowed any more, which ends this request and spares the others.
+      std::fill(mask.begin(), mask.end(), 0u);
+      return true;
     }
     return restricts;
   }
@@ -60,13 +68,15 @@ class XgrammarConstraint final : public TokenConstraint {
   }
 
   std::unique_ptr<TokenConstraint> Fork() const override {
-    return std::make_unique<XgrammarConstraint>(grammar_, stop_ids_);
+    return std::make_unique<XgrammarConstraint>(grammar_, stop_ids_, begun_);
   }
 
  private:
   xgrammar::CompiledGrammar grammar_;
   std::vector<int32_t> stop_ids_;
+  std::string begun_;
   xgrammar::GrammarMatcher matcher_;
+  bool fits_;
   int slow_steps_ = 0;
 };
 
@@ -75,8 +85,10 @@ class XgrammarGrammar final : public CompiledGrammar {
   XgrammarGrammar(xgrammar::CompiledGrammar grammar, std::vector<int32_t> stop_ids)
       : grammar_(std::move(grammar)), stop_ids_(std::move(stop_ids)), bytes_(grammar_.MemorySizeBytes()) {}
 
-  std::unique_ptr<TokenConstraint> NewConstraint() const override {
-    return std::make_unique<XgrammarConstraint>(grammar_, stop_ids_);
+  std::unique_ptr<TokenConstraint> NewConstraint(const std::string& begun) const override {
+    auto constraint = std::make_unique<XgrammarConstraint>(grammar_, stop_ids_, begun);
+    if (!constraint->fits()) return nullptr;
+    return constraint;
   }
   size_t bytes() const override { return bytes_; }
 
@@ -225,7 +237,7 @@ std::string WithoutPlace(const std::string& message) {
 
 // Follows the grammar for a while, choosing tokens in an arbitrary fixed way, to find out whether steps take long.
 absl::Status Probe(const xgrammar::CompiledGrammar& grammar, const std::vector<int32_t>& stop_ids, int32_t vocab_size) {
-  XgrammarConstraint constraint(grammar, stop_ids);
+  XgrammarConstraint constraint(grammar, stop_ids, "");
   std::vector<uint32_t> mask(static_cast<size_t>(vocab_size + 31) / 32);
   std::vector<int32_t> allowed;
   uint32_t random = 12345;

@@ -35,7 +35,7 @@ class LenientGrammars final : public GrammarEngine {
   };
   class Grammar final : public CompiledGrammar {
    public:
-    std::unique_ptr<TokenConstraint> NewConstraint() const override { return std::make_unique<Constraint>(); }
+    std::unique_ptr<TokenConstraint> NewConstraint(const std::string&) const override { return std::make_unique<Constraint>(); }
     size_t bytes() const override { return 0; }
   };
 };

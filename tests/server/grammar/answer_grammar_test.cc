@@ -426,6 +426,28 @@ TEST_F(AnswerGrammarTest, AfterTheEndOnlyEndsFollow) {
   EXPECT_FALSE(constraint->Accept(0));
 }
 
+TEST_F(AnswerGrammarTest, ContinuesTextThatThePromptHolds) {
+  const Json schema = {{"type", "object"}, {"properties", {{"n", {{"type", "boolean"}}}}}, {"required", {"n"}}};
+  GenerationRequest request = Chat(nullptr, ToolChoice::kAuto);
+  Constrain(&request, RequestedConstraint::Kind::kJsonSchema, schema.dump());
+  auto& messages = std::get<ChatRequest>(request.input).messages;
+  messages.emplace_back();
+  messages.back().role = "assistant";
+  messages.back().content = ChatContent::Text("{\"n\":t");
+  messages.back().partial = true;
+  const auto grammar = Build(request, *Tiny(), OpenChannel::kContent);
+  ASSERT_TRUE(grammar.has_value());
+  EXPECT_EQ(grammar->begun, "{\"n\":t");
+  const auto compiled = Compile(grammar->root, *Tiny());
+  EXPECT_EQ(compiled->NewConstraint("{\"m"), nullptr);
+  const auto constraint = compiled->NewConstraint(grammar->begun);
+  ASSERT_NE(constraint, nullptr);
+  const std::vector<int32_t> rest = Tiny()->Encode("rue}").value();
+  const auto fork = constraint->Fork();
+  for (const int32_t id : rest) EXPECT_TRUE(fork->Accept(id));
+  for (const int32_t id : rest) EXPECT_TRUE(constraint->Accept(id));
+}
+
 TEST_F(AnswerGrammarTest, AForkBeginsAgain) {
   const auto compiled = Compile(GrammarNode::Literal("ab"), *Tiny());
   const auto constraint = compiled->NewConstraint();

@@ -17,7 +17,7 @@ using std::chrono::milliseconds;
 class FakeGrammar final : public CompiledGrammar {
  public:
   explicit FakeGrammar(size_t bytes) : bytes_(bytes) {}
-  std::unique_ptr<TokenConstraint> NewConstraint() const override { return nullptr; }
+  std::unique_ptr<TokenConstraint> NewConstraint(const std::string&) const override { return nullptr; }
   size_t bytes() const override { return bytes_; }
 
  private:
