@@ -134,6 +134,17 @@ class JsonTest(unittest.TestCase):
         self.assertEqual(reply["choices"][0]["finish_reason"], "length")
         self.assertEqual(reply["usage"]["completion_tokens"], 30)
 
+    def test_a_partial_message_is_continued_in_its_form(self):
+        messages = QUESTION + [{"role": "assistant", "content": '{"name":"colum', "partial": True}]
+        status, reply = post("/v1/chat/completions", {"messages": messages, "response_format": schema_format(PERSON),
+                                                      "max_tokens": 200, "temperature": 1})
+        self.assertEqual(status, 200, reply)
+        self.assertEqual(reply["choices"][0]["finish_reason"], "stop")
+        jsonschema.validate(json.loads('{"name":"colum' + reply["choices"][0]["message"]["content"]), PERSON)
+        messages[-1]["content"] = "{5"
+        status, reply = post("/v1/chat/completions", {"messages": messages, "response_format": schema_format(PERSON)})
+        self.assertEqual((status, reply["error"]["param"]), (400, "messages"))
+
     def test_stop_strings_cut_short(self):
         reply = chat(response_format=schema_format(PERSON), temperature=0, stop=['"age"'])
         self.assertEqual(reply.choices[0].finish_reason, "stop")
@@ -209,7 +220,7 @@ class HostileTest(unittest.TestCase):
 
         refused({"type": "object", "properties": {"a": {"type": "text"}}}, ".properties.a.type")
         status, reply = post("/v1/completions", {"prompt": "x", "guided_json": {
-            "type": "object", "properties": {"a": {"enum": list(range(100000))}}}})
+            "type": "object", "properties": {"a": {"enum": list(range(6000))}}}})
         self.assertEqual((status, reply["error"]["param"]), (400, "guided_json.properties.a.enum"))
         refused({"$ref": "#"}, ".$ref")
         refused({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, ".$ref")
@@ -234,7 +245,7 @@ class HostileTest(unittest.TestCase):
         self.refused("guided_json", guided_json=5)
         self.refused("guided_json.type", guided_json={"type": "x"})
         self.refused("structured_outputs.regex", structured_outputs={"regex": "[z-a]"})
-        self.refused("guided_regex", "only one way", guided_choice=["a"], guided_regex="b")
+        self.refused("guided_choice", "only one way", guided_choice=["a"], guided_regex="b")
 
     def test_others_are_served_meanwhile(self):
         """Hard grammars hold up neither the engine nor the event loop."""
