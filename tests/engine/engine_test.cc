@@ -366,7 +366,8 @@ TEST_P(EngineTest, AFailingConstraintEndsItsOwnRequest) {
       request->constraints.push_back(std::make_unique<BadConstraint>(in_fill, throws));
       ASSERT_TRUE(engine_->Submit(std::move(request)).ok());
       ASSERT_TRUE(sink->Wait());
-      EXPECT_EQ(sink->status().code(), absl::StatusCode::kInternal);
+      EXPECT_EQ(sink->status().code(),
+                in_fill && !throws ? absl::StatusCode::kInvalidArgument : absl::StatusCode::kInternal);
       EXPECT_EQ(sink->choice().reason, FinishReason::kError);
       EXPECT_TRUE(sink->tokens().empty());
     }

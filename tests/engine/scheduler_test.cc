@@ -401,7 +401,7 @@ TEST(SchedulerEndsTest, ARowWithNothingAllowedIsAnError) {
   const Handle bad = harness.Submit(RandomPrompt(20, 1), sampling);
   const Handle good = harness.Submit(RandomPrompt(20, 2), Endless(5));
   harness.Run();
-  EXPECT_EQ(bad.sink->status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(bad.sink->status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_TRUE(bad.sink->tokens().empty());
   EXPECT_EQ(harness.Load().nonfinite_rows, 0u);
   harness.ExpectAlone(good);
