@@ -156,7 +156,7 @@ class JsonTest(unittest.TestCase):
         self.assertEqual(reply.choices[0].finish_reason, "length")
 
     def test_guided_fields_on_both_routes(self):
-        cases = [({"guided_regex": "[0-9]{3}-[ab]+c"}, r"[0-9]{3}-[ab]+c"),
+        cases = [({"guided_regex": "[0-9]{3}-[ab]{1,4}c"}, r"[0-9]{3}-[ab]{1,4}c"),
                  ({"guided_grammar": 'root ::= "<" [a-z]{2} ">"'}, r"<[a-z]{2}>"),
                  ({"guided_choice": ["r\u00e9d", "green \"x\""]}, "r\u00e9d|green \"x\""),
                  ({"guided_json": {"type": "integer", "minimum": 3, "maximum": 5}}, "[345]"),
