@@ -34,7 +34,8 @@ def client():
 
 
 def chat(**options):
-    options = {"model": "tiny-k3", "messages": QUESTION, "max_tokens": 300, "reasoning_effort": "low", **options}
+    options = {"model": "tiny-k3", "messages": QUESTION, "max_tokens": 300, "reasoning_effort": "low", "seed": 11,
+               **options}
     return client().chat.completions.create(**options)
 
 
@@ -67,9 +68,10 @@ class JsonTest(unittest.TestCase):
             size: Size
             colour: typing.Optional[typing.Literal["red", "green"]]
 
-        for _ in range(3):
-            reply = client().chat.completions.parse(model="tiny-k3", messages=QUESTION, response_format=Thing,
-                                                    max_tokens=400, temperature=1.5, reasoning_effort="low")
+        for seed in range(3):
+            reply = client().chat.completions.parse(model="tiny-k3", messages=QUESTION, response_format=Thing, seed=seed,
+                                                    max_tokens=400, temperature=1.5,
+                                                    extra_body={"thinking": {"type": "disabled"}})
             choice = reply.choices[0]
             self.assertEqual(choice.finish_reason, "stop")
             self.assertIsInstance(choice.message.parsed, Thing)
@@ -137,7 +139,7 @@ class JsonTest(unittest.TestCase):
     def test_a_partial_message_is_continued_in_its_form(self):
         messages = QUESTION + [{"role": "assistant", "content": '{"name":"colum', "partial": True}]
         status, reply = post("/v1/chat/completions", {"messages": messages, "response_format": schema_format(PERSON),
-                                                      "max_tokens": 200, "temperature": 1})
+                                                      "max_tokens": 200, "temperature": 1, "seed": 5})
         self.assertEqual(status, 200, reply)
         self.assertEqual(reply["choices"][0]["finish_reason"], "stop")
         jsonschema.validate(json.loads('{"name":"colum' + reply["choices"][0]["message"]["content"]), PERSON)
