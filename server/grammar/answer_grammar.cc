@@ -256,7 +256,10 @@ absl::StatusOr<std::optional<AnswerGrammar>> BuildAnswerGrammar(const Generation
       tool.parameters = JsonValue();
       continue;
     }
-    const absl::Status status = CheckSchema(tool.parameters, tool.path, tool.strict);
+    absl::Status status = CheckSchema(tool.parameters, tool.path, tool.strict);
+    if (status.ok() && format == ChatFormat::kXtml && !XtmlArgumentsFit(tool.parameters)) {
+      status = FieldError(tool.path, "becomes too large when its references are followed");
+    }
     if (tool.strict && !status.ok()) return status;
     if (!status.ok()) tool.parameters = JsonValue();
     loose = loose || !tool.strict;

@@ -18,6 +18,7 @@ namespace {
 constexpr JsonStyle kValueStyle = {.spaces = true};  // as K3's history is rendered
 constexpr char kRootName[] = "k3serve_root";
 constexpr int kMaxNesting = 32;
+constexpr int64_t kMaxBytes = 16 << 20;  // of all values' schemas together
 
 std::string EscapeAttribute(const std::string& text) {
   return absl::StrReplaceAll(text, {{"&", "&amp;"}, {"\"", "&quot;"}});
@@ -143,14 +144,20 @@ class ArgumentGrammar {
     MoveReferences(&moved_root_);
   }
 
+  bool overflowed() const { return left_ < 0; }
+
   GrammarNode Arguments(const JsonValue& schema, int nesting) const {
     const JsonValue& object = Follow(schema);
+    left_ -= 64;
     for (const char* key : {"anyOf", "oneOf", "allOf"}) {
       const JsonValue* list = object.Find(key);
       if (list == nullptr || list->items.empty() || nesting > kMaxNesting) continue;
       if (key == std::string_view("allOf") && list->items.size() > 1) return Anything({});
       std::vector<GrammarNode> branches;
-      for (const JsonValue& branch : list->items) branches.push_back(Arguments(branch, nesting + 1));
+      for (const JsonValue& branch : list->items) {
+        if (overflowed()) break;
+        branches.push_back(Arguments(branch, nesting + 1));
+      }
       return branches.size() == 1 ? std::move(branches[0]) : GrammarNode::Choice(std::move(branches));
     }
     const JsonValue* properties = object.Find("properties");
@@ -196,6 +203,8 @@ class ArgumentGrammar {
 
   void AppendValues(const JsonValue& reference, int nesting, std::vector<Typed>* values) const {
     const JsonValue& schema = Follow(reference);
+    left_ -= 64;
+    if (overflowed()) return;
     if (const JsonValue* only = schema.Find("const")) return values->push_back(Exactly(*only));
     if (const JsonValue* list = schema.Find("enum")) {
       for (const JsonValue& value : list->items) values->push_back(Exactly(value));
@@ -222,6 +231,7 @@ class ArgumentGrammar {
 
   void AppendType(const JsonValue& schema, const std::string& type, std::vector<Typed>* values) const {
     if (type == "string") return values->push_back({type, Text(schema)});
+    if (overflowed()) return;
     JsonValue value = JsonValue::Object();
     if (schema.is_object()) value = schema;
     value.Set("type", JsonValue::String(type));
@@ -229,8 +239,10 @@ class ArgumentGrammar {
       MoveReferences(&value);
       value.Set(kRootName, moved_root_);
     }
-    values->push_back({type == "integer" ? "number" : type,
-                       GrammarNode::JsonSchema(WriteJson(value, {.number_as_written = true}), /*compact=*/false)});
+    std::string text = WriteJson(value, {.number_as_written = true});
+    left_ -= static_cast<int64_t>(text.size());
+    values->push_back(
+        {type == "integer" ? "number" : type, GrammarNode::JsonSchema(std::move(text), /*compact=*/false)});
   }
 
   static GrammarNode Text(const JsonValue& schema) {
@@ -267,6 +279,7 @@ class ArgumentGrammar {
   const XtmlTokens& tokens_;
   const JsonValue& root_;
   JsonValue moved_root_;  // null when the schema has no references
+  mutable int64_t left_ = kMaxBytes;
 };
 
 }  // namespace
@@ -279,6 +292,14 @@ GrammarNode XtmlOpen(const XtmlTokens& tokens, const std::string& tag_and_attrib
 GrammarNode XtmlClose(const XtmlTokens& tokens, const std::string& tag) {
   return GrammarNode::Sequence(
       {GrammarNode::Token(tokens.close), GrammarNode::Literal(tag), GrammarNode::Token(tokens.separator)});
+}
+
+bool XtmlArgumentsFit(const JsonValue& parameters) {
+  if (!parameters.is_object()) return true;
+  const XtmlTokens tokens{};
+  const ArgumentGrammar grammar(tokens, parameters);
+  grammar.Arguments(parameters, 0);
+  return !grammar.overflowed();
 }
 
 GrammarNode XtmlArguments(const XtmlTokens& tokens, const JsonValue& parameters) {

@@ -22,6 +22,11 @@ GrammarNode XtmlClose(const XtmlTokens& tokens, const std::string& tag);
 // order, those not required may be missing, others only where the schema allows them by itself. Strings are raw text,
 // all else is JSON. `parameters` is null for a tool that declares none: then anything goes. Of a schema that
 // CheckSchema passed.
+// Only of parameters for which XtmlArgumentsFit.
 GrammarNode XtmlArguments(const XtmlTokens& tokens, const JsonValue& parameters);
+
+// Whether the arguments' grammar stays within a few megabytes. References make it grow faster than its schema: each
+// value is written with all that it may refer to, and each way through a choice of references is one.
+bool XtmlArgumentsFit(const JsonValue& parameters);
 
 }  // namespace k3

@@ -14,6 +14,7 @@
 
 #include "nlohmann/json.hpp"
 #include "server/grammar/grammar_engine.h"
+#include "server/text/field_error.h"
 #include "server/text/json_parser.h"
 #include "server/text/output_parser.h"
 #include "server/text/utf8.h"
@@ -367,6 +368,24 @@ TEST_F(AnswerGrammarTest, ForbiddenToolsLeaveNoWayToACall) {
     EXPECT_TRUE(answer.output.calls.empty()) << answer.text;
     EXPECT_EQ(answer.text.find("<|open|>"), std::string::npos) << answer.text;
   }
+}
+
+// Each level doubles the ways through the references below it.
+TEST_F(AnswerGrammarTest, ParametersThatGrowWithoutBoundAreRefused) {
+  Json schema = {{"type", "object"}, {"properties", {{"a", {{"$ref", "#/$defs/n0"}}}}}, {"$defs", Json::object()}};
+  for (int i = 0; i < 28; ++i) {
+    const Json next = {{"$ref", "#/$defs/n" + std::to_string(i + 1)}};
+    schema["$defs"]["n" + std::to_string(i)] = {{"anyOf", Json::array({next, next})}};
+  }
+  schema["$defs"]["n28"] = {{"type", "integer"}};
+  ChatPrompt prompt;
+  prompt.open_channel = OpenChannel::kContent;
+  const auto strict = BuildAnswerGrammar(Chat(Json::array({Tool("f", schema)}), ToolChoice::kAuto), *Tiny(),
+                                         ChatFormat::kXtml, &prompt);
+  EXPECT_EQ(FieldErrorPath(strict.status()), "tools[0].function.parameters") << strict.status();
+  EXPECT_TRUE(BuildAnswerGrammar(Chat(Json::array({Tool("f", schema, false)}), ToolChoice::kRequired), *Tiny(),
+                                 ChatFormat::kXtml, &prompt)
+                  .ok());
 }
 
 TEST_F(AnswerGrammarTest, NothingIsBuiltWhereAnythingGoes) {
