@@ -26,9 +26,10 @@ absl::StatusOr<std::unique_ptr<Executor>> Executor::Create(const Model& model, O
     return std::unique_ptr<Executor>(new Executor(model, ops, bounds, geometry, std::move(options)));
   } catch (const DeviceError& error) {
     return absl::ResourceExhaustedError(absl::StrCat(
-        "no memory for workspace (", Workspace::Bytes(model.config(), bounds, ops), " bytes), ", geometry.pages,
-        " latent pages (", CacheStorage::PageBytes(model.config(), geometry), " bytes each) and ", geometry.slots,
-        " state slots (", CacheStorage::SlotBytes(model.config(), geometry), " bytes each): ", error.what()));
+        "no memory for workspace (", Workspace::Bytes(model.config(), bounds, ops, model.workspace_ranks()),
+        " bytes), ", geometry.pages, " latent pages (", CacheStorage::PageBytes(model.config(), geometry),
+        " bytes each) and ", geometry.slots, " state slots (", CacheStorage::SlotBytes(model.config(), geometry),
+        " bytes each): ", error.what()));
   }
 }
 
@@ -48,7 +49,7 @@ Executor::Executor(const Model& model, Ops& ops, const StepBounds& bounds, const
     : model_(model),
       ops_(ops),
       options_(std::move(options)),
-      workspace_(model.config(), bounds, ops),
+      workspace_(model.config(), bounds, ops, model.workspace_ranks()),
       cache_(model.config(), geometry, ops) {
   table_stride_ = (bounds.context + geometry.page_size - 1) / geometry.page_size;
   Reserve(input_, static_cast<size_t>(bounds.tokens * 12 + bounds.sequences * (table_stride_ * 4 + 256)) + 65536,
@@ -123,14 +124,15 @@ void Executor::Reserve(Staging& staging, size_t bytes, bool keep) {
 }
 
 absl::Status Executor::Submit(const StepPlan& plan) {
-  K3_CHECK(plan.ranks.size() == 1);
+  K3_CHECK(plan.ranks.size() == static_cast<size_t>(model_.parallel().data_size()));
   K3_CHECK(submitted_ - waited_ < kFlights);
   const int place = static_cast<int>(submitted_ % kFlights);
   const size_t mark = submitted_ % kMarks;
   try {
+    ops_.BindThread();
     ops_.BeginRange("step");
     ops_.RecordEvent(begun_[mark], ops_.stream());
-    SubmitRank(plan.ranks[0], place, &flights_[place]);
+    SubmitRank(plan, place, &flights_[place]);
     ops_.RecordEvent(ended_[mark], ops_.stream());
     ops_.EndRange();
   } catch (const DeviceError& error) {
@@ -144,7 +146,7 @@ absl::Status Executor::Wait(StepResult* result) {
   K3_CHECK(waited_ < submitted_);
   const int place = static_cast<int>(waited_ % kFlights);
   const size_t mark = waited_ % kMarks;
-  result->ranks.resize(1);
+  result->ranks.resize(static_cast<size_t>(model_.parallel().data_size()));
   try {
     ops_.WaitEvent(ended_[mark]);
     times_.busy_ms += ops_.Milliseconds(begun_[mark], ended_[mark]);
@@ -155,7 +157,8 @@ absl::Status Executor::Wait(StepResult* result) {
   ++times_.steps;
   ++waited_;
   if (profiling() && options_.profile->EndStep() && options_.on_profile) options_.on_profile(*options_.profile);
-  Unpack(flights_[place], static_cast<const char*>(output_.host[place]), &result->ranks[0]);
+  Unpack(flights_[place], static_cast<const char*>(output_.host[place]),
+         &result->ranks[static_cast<size_t>(model_.parallel().data_rank())]);
   return absl::OkStatus();
 }
 
@@ -164,7 +167,8 @@ absl::Status Executor::Run(const StepPlan& plan, StepResult* result) {
   return Wait(result);
 }
 
-void Executor::SubmitRank(const RankPlan& plan, int place, Flight* flight) {
+void Executor::SubmitRank(const StepPlan& step, int place, Flight* flight) {
+  const RankPlan& plan = step.ranks[static_cast<size_t>(model_.parallel().data_rank())];
   const Stream stream = ops_.stream();
   for (StateSlot slot : plan.zero_slots) cache_.ZeroSlot(slot);
   for (const StateCopy& copy : plan.state_copies) cache_.CopySlot(copy.from, copy.to);
@@ -173,7 +177,14 @@ void Executor::SubmitRank(const RankPlan& plan, int place, Flight* flight) {
   const size_t rows = plan.logits_row.size();
   const size_t top = static_cast<size_t>(plan.max_top_logprobs);
   *flight = {.rows = rows, .top = top, .out_rows = rows, .out_top = top};
-  if (plan.tokens.empty() || SubmitDecode(plan, place, flight)) return;
+  int64_t dispatch_rows = 0;  // the most tokens of any group
+  for (const RankPlan& other : step.ranks) dispatch_rows = std::max<int64_t>(dispatch_rows, other.num_tokens());
+  if (dispatch_rows == 0) return;
+  if (const DecodeSize* size = CommonSize(step); size != nullptr) return SubmitDecode(plan, *size, place, flight);
+  if (plan.tokens.empty()) {
+    model_.Forward(SequenceBatch(), nullptr, workspace_, cache_, nullptr, dispatch_rows);
+    return;
+  }
 
   Reserve(input_, PackedBytes(plan), /*keep=*/false);
   const DeviceInputs in = Pack(plan, input_.host[place], input_.device);
@@ -184,32 +195,43 @@ void Executor::SubmitRank(const RankPlan& plan, int place, Flight* flight) {
         {.tokens = in.tokens, .num_tokens = in.batch.num_tokens, .drawn = static_cast<const int32_t*>(output_.device)},
         stream);
   }
-  const MatrixView hidden = model_.Forward(in.batch, in.tokens, workspace_, cache_);
+  const MatrixView hidden = model_.Forward(in.batch, in.tokens, workspace_, cache_, nullptr, dispatch_rows);
   if (rows == 0) return;
   Reserve(output_, OutputBytes(rows, top), /*keep=*/true);
   Sample(in, hidden, rows, top);
   ops_.CopyToHost(output_.host[place], output_.device, OutputBytes(rows, top), stream);
 }
 
-bool Executor::SubmitDecode(const RankPlan& plan, int place, Flight* flight) {
-  const size_t count = plan.context.size();
+const Executor::DecodeSize* Executor::CommonSize(const StepPlan& step) const {
+  size_t count = 0;
+  for (const RankPlan& plan : step.ranks) count = std::max(count, plan.context.size());
   const auto size = std::find_if(decode_sizes_.begin(), decode_sizes_.end(), [count](const DecodeSize& candidate) {
     return static_cast<size_t>(candidate.inputs.size()) >= count;
   });
-  if (size == decode_sizes_.end() || !size->inputs.Takes(plan) || flight->top > kDecodeTop) return false;
-  const std::optional<size_t> bytes = size->inputs.Pack(plan, decode_input_.host[place], decode_input_.capacity);
-  if (!bytes.has_value()) return false;
-  ops_.CopyToDevice(decode_input_.device, decode_input_.host[place], *bytes, ops_.stream());
-  if (size->work != nullptr && !profiling()) {
-    ops_.Launch(*size->work, ops_.stream());
-  } else {
-    RunDecode(*size);
+  if (size == decode_sizes_.end()) return nullptr;
+  for (const RankPlan& plan : step.ranks) {
+    if (plan.tokens.empty()) continue;
+    if (!size->inputs.Takes(plan) || static_cast<size_t>(plan.max_top_logprobs) > kDecodeTop ||
+        size->inputs.PackedBytes(plan) > decode_input_.capacity) {
+      return nullptr;
+    }
   }
-  flight->out_rows = static_cast<size_t>(size->inputs.size());
+  return &*size;
+}
+
+void Executor::SubmitDecode(const RankPlan& plan, const DecodeSize& size, int place, Flight* flight) {
+  const std::optional<size_t> bytes = size.inputs.Pack(plan, decode_input_.host[place], decode_input_.capacity);
+  K3_CHECK(bytes.has_value());
+  ops_.CopyToDevice(decode_input_.device, decode_input_.host[place], *bytes, ops_.stream());
+  if (size.work != nullptr && !profiling()) {
+    ops_.Launch(*size.work, ops_.stream());
+  } else {
+    RunDecode(size);
+  }
+  flight->out_rows = static_cast<size_t>(size.inputs.size());
   flight->out_top = kDecodeTop;
   ops_.CopyToHost(output_.host[place], output_.device, OutputBytes(flight->out_rows, flight->top > 0 ? kDecodeTop : 0),
                   ops_.stream());
-  return true;
 }
 
 void Executor::RunDecode(const DecodeSize& size) {
@@ -289,7 +311,9 @@ absl::StatusOr<WarmUpReport> Executor::WarmUp() {
 void Executor::DoWarmUp(WarmUpReport* report) {
   const Stream stream = ops_.stream();
   // A prompt that fills a step, without memory of its own: every op of the largest size runs once.
-  RankPlan prompt;
+  StepPlan step;
+  step.ranks.resize(static_cast<size_t>(model_.parallel().data_size()));
+  RankPlan& prompt = step.ranks[0];
   const int64_t length = std::min(workspace_.bounds().tokens, workspace_.bounds().context);
   prompt.tokens.assign(static_cast<size_t>(length), 0);
   prompt.token_begin = {0, static_cast<int32_t>(length)};
@@ -301,8 +325,9 @@ void Executor::DoWarmUp(WarmUpReport* report) {
   for (int32_t t = 0; t < length; ++t) prompt.position.push_back(t);
   prompt.logits_row = {static_cast<int32_t>(length) - 1};
   prompt.sample_rows.resize(1);
+  for (RankPlan& other : step.ranks) other = prompt;
   Flight flight;
-  SubmitRank(prompt, 0, &flight);
+  SubmitRank(step, 0, &flight);
   ops_.Synchronize(stream);
 
   for (auto size = decode_sizes_.rbegin(); size != decode_sizes_.rend(); ++size) {
@@ -323,7 +348,7 @@ void Executor::DoWarmUp(WarmUpReport* report) {
 }
 
 void Executor::Scrub(int32_t rank, const std::vector<PageId>& pages, const std::vector<StateSlot>& slots) {
-  K3_CHECK(rank == 0);
+  K3_CHECK(rank == model_.parallel().data_rank());
   for (PageId page : pages) cache_.FillPage(page, 0);
   for (StateSlot slot : slots) cache_.ZeroSlot(slot);
 }

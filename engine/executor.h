@@ -40,9 +40,10 @@ struct StepTimes {
   double idle_ms = 0;  // between the last operation of a step and the first of the next
 };
 
-// Runs one rank's share of each step on its device: one upload, zeroing and copies of slots and pages, forward pass
-// with snapshots in passing, sampling, one download. Submit puts all that on the stream and returns; Wait waits for
-// that step alone. Owns the rank's workspace and cache memory. Called from the engine thread; knows nothing of
+// Runs one rank's share of each step on its device (with several ranks: the part of its data-parallel group, together
+// with the executors of all other ranks, see rank_group.h): one upload, zeroing and copies of slots and pages, forward
+// pass with snapshots in passing, sampling, one download. Submit puts all that on the stream and returns; Wait waits
+// for that step alone. Owns the rank's workspace and cache memory. Called from the engine thread; knows nothing of
 // requests.
 class Executor : public StepRunner {
  public:
@@ -97,9 +98,10 @@ class Executor : public StepRunner {
   bool profiling() const { return options_.profile != nullptr && options_.profile->active(); }
   void Reserve(Staging& staging, size_t bytes, bool keep);
   void Free(Staging& staging);
-  void SubmitRank(const RankPlan& plan, int place, Flight* flight);
-  // The padded form of the step; false when it has none.
-  bool SubmitDecode(const RankPlan& plan, int place, Flight* flight);
+  void SubmitRank(const StepPlan& step, int place, Flight* flight);
+  // The padded form that all groups' parts of a step have; null when one of them has none. Every rank decides alike.
+  const DecodeSize* CommonSize(const StepPlan& step) const;
+  void SubmitDecode(const RankPlan& plan, const DecodeSize& size, int place, Flight* flight);
   void RunDecode(const DecodeSize& size);
   void Sample(const DeviceInputs& in, const MatrixView& hidden, size_t rows, size_t top);
   void Unpack(const Flight& flight, const char* host, RankResult* result) const;

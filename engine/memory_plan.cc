@@ -114,20 +114,21 @@ class Planner {
   void SizeWorkspace() {
     StepBounds& bounds = plan_.bounds;
     bounds.tokens = plan_.max_num_batched_tokens;
-    bounds.sequences = sequences_per_rank_;
+    // State slots that were asked for let one rank hold more than its even share.
+    bounds.sequences = request_.state_slots ? std::min(*request_.state_slots, sequences_) : sequences_per_rank_;
     bounds.logits_rows = std::min({sequences_per_rank_, plan_.max_num_batched_tokens, kMaxLogitsRows});
     bounds.context = request_.max_model_len.value_or(config_.max_position_embeddings);
+    const WorkspaceRanks ranks{.tensor = request_.tensor_parallel, .data = request_.data_parallel};
     size_t scratch = 0;
     if (request_.ops != nullptr) {
-      scratch = Workspace::ScratchBytes(rank_config_, bounds, *request_.ops);
+      scratch = Workspace::ScratchBytes(rank_config_, bounds, *request_.ops, ranks);
     } else {
       scratch = EstimateScratch(rank_config_, request_, bounds);
       plan_.workspace_estimated = true;
     }
-    ModelConfig widths = rank_config_;
-    widths.moe_intermediate_size /= request_.tensor_parallel;  // the shared experts are cut, routed ones are not
-    plan_.bank_bytes = Workspace::BankBytes(widths, bounds, request_.activation);
-    plan_.workspace_bytes = Workspace::Bytes(widths, bounds, request_.activation, scratch) - plan_.bank_bytes;
+    plan_.bank_bytes = Workspace::BankBytes(rank_config_, bounds, request_.activation, ranks);
+    plan_.workspace_bytes =
+        Workspace::Bytes(rank_config_, bounds, request_.activation, scratch, ranks) - plan_.bank_bytes;
 
     CacheGeometry& geometry = plan_.geometry;
     geometry.page_size = static_cast<int32_t>(request_.page_size);
@@ -294,6 +295,7 @@ ModelConfig RankConfig(const ModelConfig& config, int32_t tensor_parallel) {
   rank.kda_heads /= tensor_parallel;
   rank.num_attention_heads /= tensor_parallel;
   rank.intermediate_size /= tensor_parallel;
+  rank.tensor_shares = tensor_parallel;
   return rank;
 }
 

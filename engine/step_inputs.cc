@@ -112,17 +112,30 @@ bool PaddedInputs::Takes(const RankPlan& plan) const {
   return true;
 }
 
-std::optional<size_t> PaddedInputs::Pack(const RankPlan& plan, void* host, size_t capacity) const {
-  const size_t live = plan.context.size(), size = static_cast<size_t>(size_);
+PaddedInputs::Tail PaddedInputs::TailOf(const RankPlan& plan) const {
   // Edits and masks are addressed from the start of the block: their offsets are whole numbers of entries.
   const size_t stride = static_cast<size_t>(plan.page_table_stride);
   const size_t mask_bytes = static_cast<size_t>(mask_words_) * sizeof(uint32_t);
-  const size_t table_end = used_ + size * stride * sizeof(int32_t);
-  const size_t first_edit = (table_end + sizeof(LogitEdit) - 1) / sizeof(LogitEdit);
-  const size_t edits_end = (first_edit + plan.logit_edits.size()) * sizeof(LogitEdit);
-  const size_t first_mask = (edits_end + mask_bytes - 1) / mask_bytes;
-  size_t end = plan.logit_edits.empty() ? table_end : edits_end;
-  if (!plan.allowed_mask.empty()) end = first_mask * mask_bytes + plan.allowed_mask.size() * sizeof(uint32_t);
+  const size_t table_end = used_ + static_cast<size_t>(size_) * stride * sizeof(int32_t);
+  Tail tail;
+  tail.first_edit = (table_end + sizeof(LogitEdit) - 1) / sizeof(LogitEdit);
+  const size_t edits_end = (tail.first_edit + plan.logit_edits.size()) * sizeof(LogitEdit);
+  tail.first_mask = (edits_end + mask_bytes - 1) / mask_bytes;
+  tail.end = plan.logit_edits.empty() ? table_end : edits_end;
+  if (!plan.allowed_mask.empty()) {
+    tail.end = tail.first_mask * mask_bytes + plan.allowed_mask.size() * sizeof(uint32_t);
+  }
+  return tail;
+}
+
+size_t PaddedInputs::PackedBytes(const RankPlan& plan) const { return TailOf(plan).end; }
+
+std::optional<size_t> PaddedInputs::Pack(const RankPlan& plan, void* host, size_t capacity) const {
+  const size_t live = plan.context.size(), size = static_cast<size_t>(size_);
+  const size_t stride = static_cast<size_t>(plan.page_table_stride);
+  const size_t mask_bytes = static_cast<size_t>(mask_words_) * sizeof(uint32_t);
+  const Tail tail = TailOf(plan);
+  const size_t first_edit = tail.first_edit, first_mask = tail.first_mask, end = tail.end;
   if (end > capacity) return std::nullopt;
 
   char* base = static_cast<char*>(host);

@@ -38,12 +38,21 @@ class PaddedInputs {
   int32_t size() const { return size_; }
   // Whether `plan` is such a step, of at most size() sequences.
   bool Takes(const RankPlan& plan) const;
+  // What Pack will need.
+  size_t PackedBytes(const RankPlan& plan) const;
   // Fills `host` with the plan and padding. Returns the bytes to copy; nothing when they exceed `capacity`.
   std::optional<size_t> Pack(const RankPlan& plan, void* host, size_t capacity) const;
   // The addresses in `device`. `page_table` [size, stride] is where BeginStep spreads the table.
   DeviceInputs At(void* device, const int32_t* page_table, int64_t stride) const;
 
  private:
+  // Where in the block the parts lie whose size varies, in entries, and where it ends.
+  struct Tail {
+    size_t first_edit = 0;
+    size_t first_mask = 0;
+    size_t end = 0;
+  };
+  Tail TailOf(const RankPlan& plan) const;
   size_t Take(size_t bytes);
 
   int32_t size_;

@@ -58,11 +58,30 @@ struct BeginStepParams {
   int64_t table_stride = 0;
 };
 
-// out[t] = table[tokens[t]].
+// out[t] = table[tokens[t]]. A table that is one rank's share of the vocabulary starts at id `first_id`; tokens of the
+// other ranks then give rows of zeros, so that the sum over ranks is the whole.
 struct EmbedParams {
-  const int32_t* tokens = nullptr;  // [T], each in [0, table.rows)
-  MatrixView table;                 // [V, D] as made by Ops::MakeTable
+  const int32_t* tokens = nullptr;  // [T], each in [0, table.rows), or in [0, V) for a share
+  MatrixView table;                 // [V, D], or a share of its rows, as made by Ops::MakeTable
   MatrixView out;                   // [T, D] act
+  bool is_share = false;
+  int64_t first_id = 0;
+};
+
+// to = from, row by row; equal shape and dtype.
+struct CopyMatrixParams {
+  MatrixView from;
+  MatrixView to;
+};
+
+// out[i] = sum over parts of data[part][i], added in the fixed order of tree_sum.h; BF16 parts are added in fp32 and
+// rounded once.
+struct TreeSumParams {
+  const void* data = nullptr;  // [parts][count] of dtype
+  int32_t parts = 0;
+  int64_t count = 0;
+  DType dtype = DType::kF32;  // F32, on devices also BF16; of data and out
+  void* out = nullptr;        // [count]; may be the first part
 };
 
 // y = x W^T, or y += x W^T.

@@ -82,6 +82,8 @@ class Ops {
   virtual bool is_cpu() const = 0;
   virtual DType activation_dtype() const = 0;  // F32 on the CPU; BF16 or F32 (--compute-dtype) on CUDA
   virtual Stream stream() const = 0;           // the rank's compute stream
+  // To be called once by every thread, other than the one that made the object, before it calls ops.
+  virtual void BindThread() {}
 
   // --- memory ---
   virtual void* Allocate(size_t bytes) = 0;  // at least 256-byte aligned, contents undefined; throws when exhausted
@@ -140,6 +142,8 @@ class Ops {
   virtual void Embed(const EmbedParams& params, Stream stream) = 0;
   virtual void Linear(const LinearParams& params, Stream stream) = 0;
   virtual void GatherRows(const GatherRowsParams& params, Stream stream) = 0;
+  virtual void CopyMatrix(const CopyMatrixParams& params, Stream stream) = 0;
+  virtual void TreeSum(const TreeSumParams& params, Stream stream) = 0;
   virtual void RmsNorm(const RmsNormParams& params, Stream stream) = 0;
   virtual void AddRmsNorm(const AddRmsNormParams& params, Stream stream) = 0;
   virtual void AttnResMix(const AttnResMixParams& params, Stream stream) = 0;

@@ -133,6 +133,12 @@ void ProfiledOps::Embed(const EmbedParams& params, Stream stream) {
 void ProfiledOps::GatherRows(const GatherRowsParams& params, Stream stream) {
   Measure("GatherRows", stream, [&] { inner_->GatherRows(params, stream); });
 }
+void ProfiledOps::CopyMatrix(const CopyMatrixParams& params, Stream stream) {
+  Measure("CopyMatrix", stream, [&] { inner_->CopyMatrix(params, stream); });
+}
+void ProfiledOps::TreeSum(const TreeSumParams& params, Stream stream) {
+  Measure("TreeSum", stream, [&] { inner_->TreeSum(params, stream); });
+}
 void ProfiledOps::RmsNorm(const RmsNormParams& params, Stream stream) {
   Measure("RmsNorm", stream, [&] { inner_->RmsNorm(params, stream); });
 }

@@ -43,6 +43,7 @@ class ProfiledOps final : public Ops {
   bool is_cpu() const override { return inner_->is_cpu(); }
   DType activation_dtype() const override { return inner_->activation_dtype(); }
   Stream stream() const override { return inner_->stream(); }
+  void BindThread() override { inner_->BindThread(); }
   void* Allocate(size_t bytes) override { return inner_->Allocate(bytes); }
   void Free(void* data) noexcept override { inner_->Free(data); }
   void* AllocateHost(size_t bytes) override { return inner_->AllocateHost(bytes); }
@@ -103,6 +104,8 @@ class ProfiledOps final : public Ops {
   void Embed(const EmbedParams& params, Stream stream) override;
   void Linear(const LinearParams& params, Stream stream) override;
   void GatherRows(const GatherRowsParams& params, Stream stream) override;
+  void CopyMatrix(const CopyMatrixParams& params, Stream stream) override;
+  void TreeSum(const TreeSumParams& params, Stream stream) override;
   void RmsNorm(const RmsNormParams& params, Stream stream) override;
   void AddRmsNorm(const AddRmsNormParams& params, Stream stream) override;
   void AttnResMix(const AttnResMixParams& params, Stream stream) override;

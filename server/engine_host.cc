@@ -3,18 +3,27 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <ctime>
 #include <filesystem>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "engine/model/self_check.h"
+#include "engine/self_check.h"
+#include "engine/socket_communicator.h"
+#include "kernels/comm/nccl.h"
 #include "kernels/core/error.h"
 #include "kernels/cpu/thread_pool.h"
 #include "server/exit_codes.h"
 #include "server/memory_request.h"
+#include "server/nccl_world.h"
+#include "server/version.h"
 
 namespace k3 {
 namespace {
@@ -37,6 +46,9 @@ class Fingerprint {
 // shows in its last bits.
 constexpr int32_t kChunkedKdaTokens = 64;
 constexpr int32_t kStepKdaTokens = 8;
+
+constexpr auto kJoinPatience = std::chrono::minutes(10);  // images are pulled at different speeds
+constexpr auto kLastResort = std::chrono::seconds(8);
 
 constexpr size_t kSampleBytes = 4096;
 constexpr uint64_t kSamplesPerFile = 64;
@@ -112,32 +124,72 @@ std::unique_ptr<EngineHost> EngineHost::Load(const ServerConfig& config, const s
 absl::Status EngineHost::OpenDevice(const ServerConfig& config) {
   const bool is_cpu = config.device == "cpu" || (config.device == "auto" && CudaDeviceCount() == 0);
   if (const absl::Status status = CheckDeviceConflicts(config, is_cpu); !status.ok()) return status;
-  if (config.tensor_parallel_size != 1 || config.data_parallel_size != 1) {
-    return absl::InvalidArgumentError(absl::StrCat("--tensor-parallel-size ", config.tensor_parallel_size,
-                                                   " --data-parallel-size ", config.data_parallel_size,
-                                                   ": this build serves with one rank"));
-  }
   // A setting that would change nothing must not look as if it did.
   if (config.moe_routing != "exact") {
     return absl::InvalidArgumentError(
         absl::StrCat("--moe-routing ", config.moe_routing, ": this build routes exactly only"));
   }
+  const ProcessPlace& place = config.place;
+  RankGroup::Options options;
+  options.layout.tensor = static_cast<int32_t>(config.tensor_parallel_size);
+  options.layout.data = static_cast<int32_t>(config.data_parallel_size);
+  const int ranks = options.layout.ranks();
+  options.local_ranks = ranks / place.processes;
+  // On the CPU a long step is slow, not stuck; there the ranks' own rendezvous have a limit.
+  if (ranks > 1) {
+    (is_cpu ? options.timeout : options.step_timeout) = std::chrono::seconds(config.rank_timeout * (is_cpu ? 5 : 1));
+  }
+  options.first_rank = place.process * options.local_ranks;
+  if (place.processes > 1) {
+    const std::string agreement = absl::StrCat(
+        "k3serve ", kVersion, " ", kCommit, ", ", FolderName(config.model_dir), ", ", config.tensor_parallel_size, "x",
+        config.data_parallel_size, " ranks on ", is_cpu ? "cpu" : "cuda", ", pages of ", config.page_size, " tokens");
+    auto joined = ProcessGroup::Join(place, agreement, kJoinPatience);
+    if (!joined.ok()) throw DeviceError(std::string(joined.status().message()));
+    processes_ = *std::move(joined);
+  }
   if (is_cpu) {
-    CpuOptions options;
-    options.threads = static_cast<int>(config.threads.value_or(0));
-    ops_ = MakeCpuOps(options);
+    const int threads = std::max(1, static_cast<int>(config.threads.value_or(UsableCpus())) / options.local_ranks);
+    options.make_ops = [threads](int) { return MakeCpuOps({.threads = threads}); };
+    if (processes_ != nullptr) {
+      options.make_world = [ranks, port = place.master_port + 1](int rank, Ops&) {
+        return SocketCommunicator::Join(rank, ranks, port);
+      };
+    }
   } else {
-    CudaOptions options;
-    options.device = config.gpus.empty() ? 0 : config.gpus.front();
-    options.compute_dtype = config.compute_dtype == "fp32" ? DType::kF32 : DType::kBF16;
-    options.batch_invariant = config.batch_invariant;
-    ops_ = MakeCudaOps(options);
+    options.make_ops = [&config, first = place.local_process * options.local_ranks](int local) {
+      CudaOptions cuda;
+      cuda.device = config.gpus.empty() ? first + local : config.gpus[static_cast<size_t>(local)];
+      cuda.compute_dtype = config.compute_dtype == "fp32" ? DType::kF32 : DType::kBF16;
+      cuda.batch_invariant = config.batch_invariant;
+      return MakeCudaOps(cuda);
+    };
+    if (processes_ != nullptr) {
+      NcclId id;
+      if (processes_->leads()) id = MakeNcclId();
+      auto ids = processes_->Exchange({id.bytes.data(), id.bytes.size()});
+      if (!ids.ok()) throw DeviceError(std::string(ids.status().message()));
+      std::copy_n(ids->front().begin(), std::min(ids->front().size(), id.bytes.size()), id.bytes.begin());
+      options.make_world = [id, ranks, fixed = config.batch_invariant](int rank, Ops& ops) {
+        return MakeNcclCommunicator(id, rank, ranks, ops, {.fixed_sums = fixed});
+      };
+    } else if (ranks > 1) {
+      options.make_world = NcclWorld(ranks, config.batch_invariant);
+    }
   }
   if (config.profile_steps.has_value()) {
-    auto profiled = std::make_unique<ProfiledOps>(std::move(ops_));
-    profile_ = profiled.get();
-    ops_ = std::move(profiled);
+    options.make_ops = [this, make = std::move(options.make_ops)](int local) -> std::unique_ptr<Ops> {
+      if (local > 0) return make(local);
+      auto profiled = std::make_unique<ProfiledOps>(make(local));
+      profile_ = profiled.get();
+      return profiled;
+    };
   }
+  absl::StatusOr<std::unique_ptr<RankGroup>> opened = RankGroup::Create(std::move(options));
+  // What a device lacks comes as INTERNAL from the ranks' threads.
+  if (opened.status().code() == absl::StatusCode::kInternal) throw DeviceError(std::string(opened.status().message()));
+  if (!opened.ok()) return opened.status();
+  ranks_ = *std::move(opened);
   return absl::OkStatus();
 }
 
@@ -179,7 +231,7 @@ absl::Status EngineHost::LoadModel(const ServerConfig& config, const std::functi
   served_->names = config.served_model_names;
   served_->root = FolderName(dir);
   served_->created = static_cast<int64_t>(std::time(nullptr));
-  served_->device = ops_->device_name();
+  served_->device = ranks_->ops().device_name();
 
   // Whether it can fit is known before anything large is read.
   std::unique_ptr<Checkpoint> headers;
@@ -188,27 +240,33 @@ absl::Status EngineHost::LoadModel(const ServerConfig& config, const std::functi
     if (!opened.ok()) return opened.status();
     headers = *std::move(opened);
   }
-  const size_t free_before = ops_->FreeMemory();
-  MemoryRequest request = MakeMemoryRequest(config, ops_->is_cpu(), ops_->is_cpu() ? free_before : ops_->TotalMemory());
+  const size_t free_before = ranks_->ops().FreeMemory();
+  MemoryRequest request = MakeMemoryRequest(config, ranks_->ops().is_cpu(),
+                                            ranks_->ops().is_cpu() ? free_before : ranks_->ops().TotalMemory());
   request.checkpoint = headers.get();
-  request.ops = ops_.get();
+  request.ops = &ranks_->ops();
   if (const absl::Status status = Plan(*model_config, request, failure); !status.ok()) return status;
 
   LoadOptions load;
   load.threads = static_cast<int>(config.threads.value_or(UsableCpus()));
   load.progress = [&progress](const LoadProgress& at) { progress(at.percent()); };
   if (config.random_weights_seed.has_value()) load.random_seed = static_cast<uint64_t>(*config.random_weights_seed);
-  auto loaded = LoadWeights(dir, *model_config, *ops_, load);
-  if (!loaded.ok()) return loaded.status();
-  loaded_ = *std::move(loaded);
-  if (!ops_->is_cpu()) {  // measured now; the CPU's weights are partly the file's own pages
-    const size_t free_after = ops_->FreeMemory();
+  load.threads = std::max(1, load.threads / ranks_->local_ranks());
+  if (const absl::Status status = Agree(ranks_->Load(dir, *model_config, load)); !status.ok()) {
+    // A device's fault, as opposed to the files'.
+    if (status.code() == absl::StatusCode::kInternal) throw DeviceError(std::string(status.message()));
+    return status;
+  }
+  if (!ranks_->ops().is_cpu()) {  // measured now; the CPU's weights are partly the file's own pages
+    const size_t free_after = ranks_->ops().FreeMemory();
     request.loaded_weights_bytes = free_before > free_after ? free_before - free_after : 0;
     if (const absl::Status status = Plan(*model_config, request, failure); !status.ok()) return status;
   }
-  served_->weights_version = WeightsVersion(*loaded_, config.random_weights_seed);
-  model_ = std::make_unique<Model>(loaded_->config, loaded_->weights, *ops_);
-  return SelfCheck(*model_, *ops_);
+  if (const absl::Status status = AgreeOnPools(); !status.ok()) return status;
+  served_->weights_version = WeightsVersion(ranks_->loaded(), config.random_weights_seed);
+  const absl::Status checked = SelfCheck(*ranks_);
+  if (checked.code() == absl::StatusCode::kInternal) throw DeviceError(std::string(checked.message()));
+  return checked;
 }
 
 absl::Status EngineHost::Plan(const ModelConfig& model_config, const MemoryRequest& request, Failure* failure) {
@@ -226,20 +284,20 @@ absl::Status EngineHost::Plan(const ModelConfig& model_config, const MemoryReque
 absl::Status EngineHost::StartEngine(const ServerConfig& config, EngineObserver* observer, Failure* failure) {
   failure->exit_code = kExitDoesNotFit;
   const MemoryPlan& plan = plan_;
-  if (!config.max_model_len.has_value() && plan.max_model_len < loaded_->config.max_position_embeddings) {
+  if (!config.max_model_len.has_value() && plan.max_model_len < ranks_->loaded().config.max_position_embeddings) {
     spdlog::info("--max-model-len is {}: what one sequence can use of the pools; the model's own limit is {}",
-                 plan.max_model_len, loaded_->config.max_position_embeddings);
+                 plan.max_model_len, ranks_->loaded().config.max_position_embeddings);
   }
   ExecutorOptions options;
-  if (!ops_->is_cpu()) options.decode_sizes = Executor::DecodeSizes(plan.bounds.sequences);
+  const bool is_cpu = ranks_->ops().is_cpu();
+  if (!is_cpu) options.decode_sizes = Executor::DecodeSizes(plan.bounds.sequences);
   options.profile = profile_;
   options.on_profile = [](const ProfiledOps& profile) { spdlog::info("profile: {}", profile.Result().Text()); };
-  absl::StatusOr<std::unique_ptr<Executor>> executor =
-      Executor::Create(*model_, *ops_, plan.bounds, plan.geometry, std::move(options));
-  if (!executor.ok()) return executor.status();
-  executor_ = *std::move(executor);
-  if (!ops_->is_cpu()) {
-    absl::StatusOr<WarmUpReport> warm_up = executor_->WarmUp();
+  if (const absl::Status status = ranks_->MakeExecutors(plan.bounds, plan.geometry, options); !status.ok()) {
+    return status;
+  }
+  if (!is_cpu) {
+    absl::StatusOr<WarmUpReport> warm_up = ranks_->WarmUp();
     if (!warm_up.ok()) {
       failure->exit_code = kExitDeviceFault;
       return warm_up.status();
@@ -250,18 +308,26 @@ absl::Status EngineHost::StartEngine(const ServerConfig& config, EngineObserver*
   }
   if (profile_ != nullptr) profile_->Start(*config.profile_steps);
 
+  if (processes_ != nullptr) {
+    processes_->Watch([this](const std::string& why) { OnLost(why); });
+    if (!processes_->leads()) return absl::OkStatus();
+    process_runner_ = std::make_unique<ProcessRunner>(*ranks_, *processes_);
+  }
+  StepRunner& runner = process_runner_ != nullptr ? static_cast<StepRunner&>(*process_runner_) : ranks_->runner();
+
   EngineConfig engine;
-  engine.vocab_size = static_cast<int32_t>(loaded_->config.vocab_size);
+  engine.vocab_size = static_cast<int32_t>(ranks_->loaded().config.vocab_size);
   engine.eos_token_ids = served_->eos_token_ids;
   engine.max_model_len = static_cast<int32_t>(plan.max_model_len);
   engine.max_num_seqs = static_cast<int32_t>(plan.max_num_seqs);
   engine.max_num_batched_tokens = static_cast<int32_t>(plan.max_num_batched_tokens);
   engine.prefill_chunk =
       static_cast<int32_t>(std::min<int64_t>(config.prefill_chunk.value_or(0), plan.max_num_batched_tokens));
-  if (config.batch_invariant && !ops_->is_cpu()) {
+  if (config.batch_invariant && !ranks_->ops().is_cpu()) {
     engine.prefill_alignment = kChunkedKdaTokens;
     engine.short_tail = kStepKdaTokens;
   }
+  engine.data_parallel = static_cast<int32_t>(config.data_parallel_size);
   engine.max_queue = static_cast<int32_t>(config.max_queue);
   engine.page_size = static_cast<int32_t>(config.page_size);
   engine.latent_pages = static_cast<int32_t>(plan.latent_pages);
@@ -274,7 +340,7 @@ absl::Status EngineHost::StartEngine(const ServerConfig& config, EngineObserver*
   engine.layout_tag = LayoutTag(*served_, plan.geometry);
   engine.verify_hits = config.verify_hits;
   failure->exit_code = kExitUsage;
-  absl::StatusOr<std::unique_ptr<Engine>> started = Engine::Create(std::move(engine), *executor_, observer);
+  absl::StatusOr<std::unique_ptr<Engine>> started = Engine::Create(std::move(engine), runner, observer);
   if (!started.ok()) return started.status();
   engine_ = *std::move(started);
   served_->engine = engine_.get();
@@ -282,6 +348,78 @@ absl::Status EngineHost::StartEngine(const ServerConfig& config, EngineObserver*
                served_->device, served_->weights_version, plan.max_model_len, plan.max_num_seqs,
                absl::StrJoin(served_->eos_token_ids, ","));
   return absl::OkStatus();
+}
+
+EngineHost::~EngineHost() {
+  engine_.reset();
+  if (processes_ != nullptr && processes_->leads()) static_cast<void>(processes_->Send(ProcessGroup::kEnd, ""));
+}
+
+absl::Status EngineHost::Agree(const absl::Status& own) {
+  if (processes_ == nullptr) return own;
+  const auto words = processes_->Exchange(own.ok() ? std::string() : std::string(own.message()));
+  if (!own.ok()) return own;
+  if (!words.ok()) return words.status();
+  for (size_t process = 0; process < words->size(); ++process) {
+    if ((*words)[process].empty()) continue;
+    return absl::FailedPreconditionError(absl::StrCat("process ", process, ": ", (*words)[process]));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status EngineHost::AgreeOnPools() {
+  if (processes_ == nullptr) return absl::OkStatus();
+  int64_t own[] = {plan_.latent_pages, plan_.state_slots, plan_.snapshot_slots, plan_.max_num_seqs,
+                   plan_.max_model_len};
+  const auto words = processes_->Exchange({reinterpret_cast<const char*>(own), sizeof own});
+  if (!words.ok()) return words.status();
+  for (const std::string& word : *words) {
+    int64_t theirs[std::size(own)];
+    if (word.size() != sizeof theirs) return absl::DataLossError("a process tells no pool sizes");
+    std::memcpy(theirs, word.data(), sizeof theirs);
+    for (size_t i = 0; i < std::size(own); ++i) own[i] = std::min(own[i], theirs[i]);
+  }
+  plan_.latent_pages = own[0];
+  plan_.state_slots = own[1];
+  plan_.snapshot_slots = own[2];
+  plan_.max_num_seqs = own[3];
+  plan_.max_model_len = own[4];
+  plan_.geometry.pages = static_cast<int32_t>(own[0]);
+  plan_.geometry.slots = static_cast<int32_t>(own[1] + own[2]);
+  return absl::OkStatus();
+}
+
+void EngineHost::OnLost(const std::string& why) {
+  spdlog::critical("{}: ending", why);
+  {
+    std::lock_guard lock(lost_mutex_);
+    if (!lost_.empty()) return;
+    lost_ = why;
+  }
+  // Should anything still wait for the peer then, this process ends all the same.
+  std::thread([] {
+    std::this_thread::sleep_for(kLastResort);
+    std::fflush(nullptr);
+    std::_Exit(kExitDeviceFault);
+  }).detach();
+  ranks_->Abort(why);
+}
+
+std::string EngineHost::lost() const {
+  std::lock_guard lock(lost_mutex_);
+  return lost_;
+}
+
+int EngineHost::Follow() {
+  spdlog::info("process {} of {} is ready: ranks {} to {}", processes_->place().process, processes_->place().processes,
+               ranks_->rank_of(0), ranks_->rank_of(ranks_->local_ranks() - 1));
+  const absl::Status status = FollowLeader(*ranks_, *processes_);
+  if (status.ok()) {
+    spdlog::info("the first process has ended the server");
+    return kExitOk;
+  }
+  spdlog::error("{}", std::string(status.message()));
+  return kExitDeviceFault;
 }
 
 }  // namespace k3

@@ -2,13 +2,13 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "engine/engine.h"
-#include "engine/executor.h"
 #include "engine/memory_plan.h"
-#include "engine/model/weights_loader.h"
-#include "kernels/ops.h"
+#include "engine/process_group.h"
+#include "engine/rank_group.h"
 #include "server/served_model.h"
 #include "server/server_config.h"
 
@@ -29,9 +29,15 @@ class EngineHost {
   static std::unique_ptr<EngineHost> Load(const ServerConfig& config, const std::function<void(double)>& progress,
                                           EngineObserver* observer, Failure* failure);
   // Ends what still runs with UNAVAILABLE.
-  ~EngineHost() = default;
+  ~EngineHost();
 
+  // Of the process that leads; the others have none.
   Engine& engine() { return *engine_; }
+  bool leads() const { return processes_ == nullptr || processes_->leads(); }
+  // A process without an engine: runs the steps of the leader until it ends; the exit code.
+  int Follow();
+  // Why the server cannot go on although no step has failed yet; empty while it can.
+  std::string lost() const;
   std::shared_ptr<const ServedModel> served_model() const { return served_; }
 
  private:
@@ -44,11 +50,18 @@ class EngineHost {
   absl::Status StartEngine(const ServerConfig& config, EngineObserver* observer, Failure* failure);
 
   MemoryPlan plan_;
-  std::unique_ptr<Ops> ops_;
-  ProfiledOps* profile_ = nullptr;  // ops_, when steps are to be profiled
-  std::unique_ptr<LoadedModel> loaded_;
-  std::unique_ptr<Model> model_;
-  std::unique_ptr<Executor> executor_;
+  // All processes say whether they are well; the first reason of one that is not.
+  absl::Status Agree(const absl::Status& own);
+  // Pools as small as those of the process that has least room.
+  absl::Status AgreeOnPools();
+  void OnLost(const std::string& why);
+
+  mutable std::mutex lost_mutex_;
+  std::string lost_;  // guarded by lost_mutex_
+  std::unique_ptr<RankGroup> ranks_;
+  std::unique_ptr<ProcessGroup> processes_;        // of several processes
+  std::unique_ptr<ProcessRunner> process_runner_;  // of the leader among several
+  ProfiledOps* profile_ = nullptr;                 // of the first rank, when steps are to be profiled
   std::unique_ptr<Engine> engine_;
   std::shared_ptr<ServedModel> served_;
 };

@@ -13,9 +13,13 @@ MemoryRequest MakeMemoryRequest(const ServerConfig& config, bool is_cpu, uint64_
   request.activation = dtype(config.compute_dtype);
   request.page_dtype = dtype(config.kv_cache_dtype);
   request.state_dtype = dtype(config.kda_state_dtype);
-  request.memory_bytes = memory_bytes;
+  // On the CPU all ranks share one memory.
+  const uint64_t sharing = is_cpu ? static_cast<uint64_t>(config.tensor_parallel_size * config.data_parallel_size) : 1;
+  request.memory_bytes = memory_bytes / sharing;
   request.utilization = config.gpu_memory_utilization;
-  if (config.cpu_memory_gib) request.pool_bytes = static_cast<uint64_t>(*config.cpu_memory_gib * (1 << 30));
+  if (config.cpu_memory_gib) {
+    request.pool_bytes = static_cast<uint64_t>(*config.cpu_memory_gib * (1 << 30)) / sharing;
+  }
   request.page_size = config.page_size;
   request.latent_pages = config.latent_pages;
   request.state_slots = config.state_slots;

@@ -8,6 +8,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "server/launch_place.h"
 
 namespace k3 {
 namespace {
@@ -128,6 +129,8 @@ void AddLayoutFlags(FlagSet& flags, ServerConfig& config, std::string* gpus) {
   flags.Int("threads", &config.threads, {1, 4096}, "CPU threads (default: the CPUs of the cgroup)");
   flags.Int("tensor-parallel-size", &config.tensor_parallel_size, {1, 1024}, "GPUs that share each sequence");
   flags.Int("data-parallel-size", &config.data_parallel_size, {1, 1024}, "groups that take different sequences");
+  flags.Int("rank-timeout", &config.rank_timeout, {1, 86400},
+            "several ranks: seconds after which a step that does not end ends the server");
   flags.Choice("moe-routing", &config.moe_routing, {"exact", "local-quantile"}, "how experts are chosen");
   flags.Choice("compute-dtype", &config.compute_dtype, {"auto", "bf16", "fp32"}, "arithmetic of activations");
   flags.Choice("kv-cache-dtype", &config.kv_cache_dtype, {"auto", "bf16", "fp32"}, "latent pages");
@@ -176,11 +179,18 @@ absl::Status FinishLayoutFlags(const FlagSet& flags, const std::string& gpus, Se
   if (config.device == "cpu" && !config.gpus.empty()) {
     return Conflict(flags, "gpus", "device", "the device is cpu");
   }
-  const int64_t ranks = config.tensor_parallel_size * config.data_parallel_size;
+  const int64_t all_ranks = config.tensor_parallel_size * config.data_parallel_size;
+  if (all_ranks % config.place.processes != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("--tensor-parallel-size times --data-parallel-size is ", all_ranks,
+                                                   ", which does not divide among the launcher's ",
+                                                   config.place.processes, " processes"));
+  }
+  const int64_t ranks = all_ranks / config.place.processes;  // of this process
   if (!config.gpus.empty() && static_cast<int64_t>(config.gpus.size()) != ranks) {
-    return absl::InvalidArgumentError(absl::StrCat(flags.Describe("gpus"), " names ", config.gpus.size(),
-                                                   " GPUs, but --tensor-parallel-size times --data-parallel-size is ",
-                                                   ranks));
+    return absl::InvalidArgumentError(
+        absl::StrCat(flags.Describe("gpus"), " names ", config.gpus.size(), " GPUs, but --tensor-parallel-size times ",
+                     "--data-parallel-size is ", all_ranks,
+                     config.place.processes > 1 ? absl::StrCat(", ", ranks, " of them in this process") : ""));
   }
   if (config.device == "cpu") {
     const absl::Status status = CheckDeviceConflicts(config, /*is_cpu=*/true);
@@ -192,15 +202,16 @@ absl::Status FinishLayoutFlags(const FlagSet& flags, const std::string& gpus, Se
                     absl::StrCat(*config.prefill_chunk, " is more than ", *config.max_num_batched_tokens));
   }
   if (config.max_num_seqs.has_value() && config.max_num_batched_tokens.has_value() &&
-      *config.max_num_seqs > *config.max_num_batched_tokens) {
+      *config.max_num_seqs > *config.max_num_batched_tokens * config.data_parallel_size) {
     return Conflict(flags, "max-num-seqs", "max-num-batched-tokens",
                     absl::StrCat(*config.max_num_seqs, " sequences need a token each, the step holds ",
                                  *config.max_num_batched_tokens));
   }
-  if (config.max_num_seqs.has_value() && config.state_slots.has_value() && *config.max_num_seqs > *config.state_slots) {
-    return Conflict(
-        flags, "max-num-seqs", "state-slots",
-        absl::StrCat(*config.max_num_seqs, " sequences need a state each, there are ", *config.state_slots));
+  if (config.max_num_seqs.has_value() && config.state_slots.has_value() &&
+      *config.max_num_seqs > *config.state_slots * config.data_parallel_size) {
+    return Conflict(flags, "max-num-seqs", "state-slots",
+                    absl::StrCat(*config.max_num_seqs, " sequences need a state each, there are ", *config.state_slots,
+                                 config.data_parallel_size > 1 ? " in each group" : ""));
   }
   if (!config.enable_prefix_caching) {
     for (const char* name : {"verify-hits", "snapshot-slots", "snapshot-interval"}) {
@@ -262,6 +273,9 @@ absl::StatusOr<ServerCommandLine> ParseServerCommandLine(const std::vector<std::
     if (config.served_model_names.size() > 1) absl::StrAppend(&message, " (it must stand before --served-model-name)");
     return absl::InvalidArgumentError(message);
   }
+  const absl::StatusOr<ProcessPlace> place = LaunchPlace(getenv);
+  if (!place.ok()) return place.status();
+  config.place = *place;
   status = FinishLayoutFlags(flags, declared.gpus, config);
   if (!status.ok()) return status;
   status = CheckServing(flags, config);

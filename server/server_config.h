@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "engine/process_place.h"
 #include "server/flags.h"
 
 namespace k3 {
@@ -47,6 +48,8 @@ struct ServerConfig {
   int64_t tensor_parallel_size = 1;
   int64_t data_parallel_size = 1;
   std::string moe_routing = "exact";
+  ProcessPlace place;         // from the launcher's variables, not a flag
+  int64_t rank_timeout = 60;  // seconds
   std::string kda_state_dtype = "fp32";
   std::string kv_cache_dtype = "auto";
   std::string compute_dtype = "auto";

@@ -116,6 +116,7 @@ absl::StatusOr<GoldenResult> CheckGolden(const Model& model, Ops& ops, const Gol
   const int64_t length = static_cast<int64_t>(prompt.tokens.size());
   const int64_t chunk = std::clamp<int64_t>(options.chunk, 1, length);
   SequenceRunner runner(model, ops, length + static_cast<int64_t>(prompt.greedy.size()) + 1, chunk);
+  runner.before_forward = options.before_forward;
   ExpertProbe probe(prompt, options.golden_routing && !prompt.experts.empty(), ops);
   RoutingProbe* routing = prompt.experts.empty() ? nullptr : &probe;
 

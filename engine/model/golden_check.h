@@ -6,8 +6,9 @@
 namespace k3 {
 
 struct GoldenCheckOptions {
-  int64_t chunk = 4096;         // prompt tokens per forward call
-  bool golden_routing = false;  // prompt positions take their expert ids from the golden
+  int64_t chunk = 4096;                         // prompt tokens per forward call
+  bool golden_routing = false;                  // prompt positions take their expert ids from the golden
+  std::function<void(int64_t)> before_forward;  // SequenceRunner::before_forward
 };
 
 struct GoldenResult {

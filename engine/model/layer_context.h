@@ -2,6 +2,7 @@
 
 #include "engine/cache/cache_storage.h"
 #include "engine/model/model_config.h"
+#include "engine/model/parallel.h"
 #include "engine/model/workspace.h"
 #include "kernels/ops.h"
 
@@ -25,7 +26,9 @@ struct LayerContext {
   const SequenceBatch& batch;
   Workspace& workspace;
   CacheStorage& cache;
-  RoutingProbe* probe;  // may be null
+  const ParallelContext& parallel;
+  RoutingProbe* probe;    // may be null
+  int64_t dispatch_rows;  // tokens of the group that has most: what every group's exchange of experts is padded to
 };
 
 }  // namespace k3

@@ -8,14 +8,20 @@ namespace k3 {
 // The text model of one rank: its shape and its weights. Immutable; Forward may be called from one thread at a time.
 class Model {
  public:
-  Model(const ModelConfig& config, const Weights& weights, Ops& ops) : config_(config), weights_(weights), ops_(ops) {}
+  // `config` is the rank's share (RankConfig). With several ranks each of them makes the same calls.
+  Model(const ModelConfig& config, const Weights& weights, Ops& ops, const ParallelContext& parallel = {})
+      : config_(config), weights_(weights), ops_(ops), parallel_(parallel) {}
 
   const ModelConfig& config() const { return config_; }
+  const ParallelContext& parallel() const { return parallel_; }
+  WorkspaceRanks workspace_ranks() const;
 
   // Runs the step's tokens ([T] ids in device memory) through all layers; pages and states of `cache` are read and
   // advanced. Returns the normed final hidden states [T, D] (in workspace.hidden), valid until the next call.
+  // `dispatch_rows`: the most tokens of any group in this step, where there are several; 0 = this one's. A group
+  // without tokens lends its experts to the others.
   MatrixView Forward(const SequenceBatch& batch, const int32_t* tokens, Workspace& workspace, CacheStorage& cache,
-                     RoutingProbe* probe = nullptr) const;
+                     RoutingProbe* probe = nullptr, int64_t dispatch_rows = 0) const;
 
   // Logits [R, V] (in workspace.logits) of `rows` packed rows of `hidden`; count <= bounds().logits_rows.
   MatrixView Logits(const MatrixView& hidden, const int32_t* rows, int64_t count, Workspace& workspace) const;
@@ -24,6 +30,7 @@ class Model {
   const ModelConfig& config_;
   const Weights& weights_;
   Ops& ops_;
+  const ParallelContext parallel_;
 };
 
 }  // namespace k3

@@ -67,6 +67,10 @@ struct ModelConfig {
   bool biased_router_weights = false;  // not in the file: --kl-router-weights
   bool mxfp4_experts = false;          // quantization_config is mxfp4-pack-quantized
 
+  // Not in the file: this configuration is one of so many tensor-parallel ranks' share (RankConfig). Heads and
+  // intermediate_size are the share already; the shared experts' width is divided below, routed experts are not cut.
+  int32_t tensor_shares = 1;
+
   // Residuals
   int32_t attn_res_block_size = 0;  // 0: plain residuals
 
@@ -74,7 +78,7 @@ struct ModelConfig {
     return num_experts > 0 && layer >= first_k_dense_replace && layer % moe_layer_freq == 0;
   }
   int64_t expert_width() const { return routed_expert_hidden_size > 0 ? routed_expert_hidden_size : hidden_size; }
-  int64_t shared_intermediate_size() const { return moe_intermediate_size * num_shared_experts; }
+  int64_t shared_intermediate_size() const { return moe_intermediate_size * num_shared_experts / tensor_shares; }
   int64_t kda_channels() const { return static_cast<int64_t>(kda_heads) * kda_head_dim; }
   int32_t num_kda_layers() const;
   int32_t num_mla_layers() const;

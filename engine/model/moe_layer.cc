@@ -1,5 +1,6 @@
 #include "engine/model/moe_layer.h"
 
+#include "engine/model/expert_parallel.h"
 #include "engine/model/mlp_layer.h"
 
 namespace k3 {
@@ -39,23 +40,29 @@ void RunMoeLayer(const LayerContext& context, const MoeWeights& weights, int32_t
   }
   // The sum over experts goes straight to `out` unless it still has to come back from the latent width.
   const MatrixView expert_out = weights.latent_up != nullptr ? ws.expert_out.Rows(0, tokens) : out;
-  ops.MoeExperts({.x = expert_in,
-                  .ids = ws.expert_ids,
-                  .weights = ws.expert_weights,
-                  .top_k = config.num_experts_per_token,
-                  .experts = weights.experts.get(),
-                  .activation = config.activation,
-                  .out = expert_out,
-                  .scratch = ws.scratch},
-                 context.stream);
+  RunExperts(context, weights, expert_in, expert_out);
   if (weights.latent_up != nullptr) {
+    if (context.parallel.tensor_size() > 1) {
+      // The norm needs the whole sum.
+      context.parallel.tensor->AllReduce(expert_out.data, tokens * expert_out.ld, expert_out.dtype, context.stream);
+    }
     if (weights.latent_norm != nullptr) {
       ops.RmsNorm({.x = expert_out, .weight = weights.latent_norm, .eps = config.rms_norm_eps, .out = expert_out},
                   context.stream);
     }
-    ops.Linear({.x = expert_out, .weight = weights.latent_up.get(), .y = out}, context.stream);
+    // A rank multiplies its columns of the latent: one more partial sum of `out`.
+    const int64_t share = weights.latent_up->in;
+    const MatrixView latent = expert_out.Columns(context.parallel.tensor_rank() * share, share);
+    ops.Linear({.x = latent, .weight = weights.latent_up.get(), .y = out}, context.stream);
   }
   if (weights.shared.gate_up != nullptr) RunMlpLayer(context, weights.shared, x, out, /*accumulate=*/true);
+}
+
+void LendExperts(const LayerContext& context, const MoeWeights& weights) {
+  Workspace& ws = context.workspace;
+  const MatrixView in = weights.latent_down != nullptr ? ws.expert_in : ws.hidden;
+  const MatrixView out = weights.latent_up != nullptr ? ws.expert_out : ws.sublayer_out;
+  RunExperts(context, weights, in.Rows(0, 0), out.Rows(0, 0));
 }
 
 }  // namespace k3

@@ -10,4 +10,7 @@ namespace k3 {
 void RunMoeLayer(const LayerContext& context, const MoeWeights& weights, int32_t moe_layer, const MatrixView& x,
                  const MatrixView& out);
 
+// The layer of a group without tokens: its experts for the other groups' tokens.
+void LendExperts(const LayerContext& context, const MoeWeights& weights);
+
 }  // namespace k3

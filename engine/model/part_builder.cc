@@ -251,7 +251,16 @@ std::unique_ptr<MoeWeights> PartBuilder::Moe() {
 }
 
 absl::Status PartBuilder::Experts(int32_t layer, MoeWeights& out) {
-  const ExpertRange range = ExpertsOfRank(config_.num_experts, options_.expert_rank, options_.expert_ranks);
+  const int32_t leaves = options_.expert_leaves;
+  for (int32_t leaf = 0; leaf < leaves; ++leaf) {
+    const ExpertRange range =
+        ExpertsOfRank(config_.num_experts, options_.expert_rank * leaves + leaf, options_.expert_ranks * leaves);
+    if (absl::Status status = ExpertGroup(layer, range, out); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status PartBuilder::ExpertGroup(int32_t layer, const ExpertRange& range, MoeWeights& out) {
   const bool packed = match_ != nullptr ? match_->mxfp4_experts[layer] : config_.mxfp4_experts;
   std::vector<HostExpert> experts(static_cast<size_t>(range.count));
   for (int32_t i = 0; i < range.count; ++i) {
@@ -270,8 +279,8 @@ absl::Status PartBuilder::Experts(int32_t layer, MoeWeights& out) {
       }
     }
   }
-  out.experts = ops_.MakeExperts(range.first, experts);
-  bytes_ += out.experts->bytes;
+  out.experts.push_back(ops_.MakeExperts(range.first, experts));
+  bytes_ += out.experts.back()->bytes;
   return absl::OkStatus();
 }
 

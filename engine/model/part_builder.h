@@ -63,6 +63,8 @@ class PartBuilder {
   MlpWeights Mlp(TensorRole gate, TensorRole up, TensorRole down);
   std::unique_ptr<MoeWeights> Moe();
   absl::Status Experts(int32_t layer, MoeWeights& out);
+  // Appends experts [range.first, range.first + range.count) as one group.
+  absl::Status ExpertGroup(int32_t layer, const ExpertRange& range, MoeWeights& out);
   HostTensor FetchPlainExpert(const TensorSpec& spec);
   absl::Status FetchPacked(const TensorSpec& spec, HostTensor& weight, HostTensor& scale);
   static absl::Status CheckScales(const HostTensor& scale, const std::string& file);

@@ -10,7 +10,7 @@
 namespace k3 {
 namespace {
 
-constexpr int32_t kPromptLength = 5;  // longer than the convolution's reach
+constexpr int32_t kPromptLength = static_cast<int32_t>(kSelfCheckTokens);
 
 // Ids spread over the vocabulary, another set for each `start`.
 std::vector<int32_t> Prompt(int64_t vocab_size, int64_t start) {

@@ -28,7 +28,7 @@ SequenceRunner::SequenceRunner(const Model& model, Ops& ops, int64_t max_context
     : model_(model),
       ops_(ops),
       max_chunk_(max_chunk),
-      workspace_(model.config(), Bounds(max_context, max_chunk), ops),
+      workspace_(model.config(), Bounds(max_context, max_chunk), ops, model.workspace_ranks()),
       cache_(model.config(), Geometry(ops, max_context, page_size), ops),
       page_table_(static_cast<size_t>(cache_.geometry().pages)) {
   std::iota(page_table_.begin(), page_table_.end(), 0);
@@ -78,6 +78,7 @@ std::vector<float> SequenceRunner::Append(std::span<const int32_t> tokens, std::
   batch.host_token_begin = host.data() + begin_at;
   batch.host_context = host.data() + begin_at + 2;
 
+  if (before_forward) before_forward(count);
   const MatrixView hidden = model_.Forward(batch, inputs_, workspace_, cache_, probe);
   length_ += count;
   const int64_t vocab = model_.config().vocab_size;
@@ -92,6 +93,12 @@ std::vector<float> SequenceRunner::Append(std::span<const int32_t> tokens, std::
   }
   ops_.Synchronize(ops_.stream());
   return logits;
+}
+
+void SequenceRunner::LendExperts(int64_t rows) {
+  K3_CHECK(rows > 0 && rows <= max_chunk_);
+  model_.Forward(SequenceBatch(), nullptr, workspace_, cache_, nullptr, rows);
+  ops_.Synchronize(ops_.stream());
 }
 
 }  // namespace k3

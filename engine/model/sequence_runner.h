@@ -26,6 +26,11 @@ class SequenceRunner {
   std::vector<float> Append(std::span<const int32_t> tokens, std::span<const int32_t> rows,
                             RoutingProbe* probe = nullptr);
 
+  // With several groups: takes part, without tokens, in a call of another group's Append with `rows` tokens.
+  void LendExperts(int64_t rows);
+  // Called with the number of tokens before each forward pass of Append: for whoever tells the other groups.
+  std::function<void(int64_t)> before_forward;
+
   CacheStorage& cache() { return cache_; }
 
  private:

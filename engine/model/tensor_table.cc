@@ -102,7 +102,7 @@ void AddMoe(const ModelConfig& c, Table& table) {
   if (const int64_t latent = c.routed_expert_hidden_size; latent > 0) {
     table.Matrix(Role::kLatentDown, "block_sparse_moe.routed_expert_down_proj.weight", latent, d, kReplicated);
     if (c.latent_moe_use_norm) table.Vector(Role::kLatentNorm, "block_sparse_moe.routed_expert_norm.weight", latent);
-    table.Matrix(Role::kLatentUp, "block_sparse_moe.routed_expert_up_proj.weight", d, latent, kReplicated);
+    table.Matrix(Role::kLatentUp, "block_sparse_moe.routed_expert_up_proj.weight", d, latent, kColumns);
   }
   if (const int64_t width = c.shared_intermediate_size(); width > 0) {
     table.Matrix(Role::kSharedGate, "block_sparse_moe.shared_experts.gate_proj.weight", width, d, kRows);

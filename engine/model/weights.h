@@ -41,8 +41,9 @@ struct MoeWeights {
   const float* router_bias = nullptr;         // [E]
   std::unique_ptr<LinearWeight> latent_down;  // [latent, D], optional
   const float* latent_norm = nullptr;         // [latent], optional
-  std::unique_ptr<LinearWeight> latent_up;    // [D, latent], optional
-  std::unique_ptr<ExpertWeights> experts;
+  std::unique_ptr<LinearWeight> latent_up;    // [D, latent], optional; a rank's share of the columns
+  // This rank's experts, in ascending id: one group, or more where a test wants the sums of more ranks.
+  std::vector<std::unique_ptr<ExpertWeights>> experts;
   MlpWeights shared;  // null members without shared experts
 };
 

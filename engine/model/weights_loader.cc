@@ -152,6 +152,7 @@ absl::Status CheckTensorParallel(const ModelConfig& config, int32_t size) {
       {"linear_attn_config.num_heads", config.kda_heads},
       {"intermediate_size", config.intermediate_size},
       {"the shared experts' width", config.shared_intermediate_size()},
+      {"routed_expert_hidden_size", config.routed_expert_hidden_size},
       {"vocab_size", config.vocab_size},
   };
   for (const auto& [field, value] : fields) {

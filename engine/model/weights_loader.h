@@ -28,6 +28,7 @@ struct LoadOptions {
   int32_t tensor_parallel_size = 1;
   int32_t expert_rank = 0;
   int32_t expert_ranks = 1;
+  int32_t expert_leaves = 1;  // groups that this rank's experts are kept in (ParallelLayout::LeavesPerRank)
 
   // Weights of this shape drawn at random instead of read: no checkpoint is opened.
   std::optional<uint64_t> random_seed;

@@ -42,6 +42,10 @@ int64_t MlaProjectedWidth(const ModelConfig& c) {
   return q + c.latent_line_elements() + gate;
 }
 
+int64_t BankRows(const StepBounds& bounds, const WorkspaceRanks& ranks) {
+  return (bounds.tokens + ranks.tensor - 1) / ranks.tensor;
+}
+
 // Widest gated activation: the dense layers' or the shared experts'.
 int64_t MlpWidth(const ModelConfig& c) {
   int64_t width = 0;
@@ -53,17 +57,24 @@ int64_t MlpWidth(const ModelConfig& c) {
 
 }  // namespace
 
-size_t Workspace::BankBytes(const ModelConfig& config, const StepBounds& bounds, DType activation) {
-  return static_cast<size_t>(config.num_residual_blocks() * bounds.tokens * config.hidden_size) * SizeOf(activation);
+size_t Workspace::BankBytes(const ModelConfig& config, const StepBounds& bounds, DType activation,
+                            const WorkspaceRanks& ranks) {
+  return static_cast<size_t>(config.num_residual_blocks() * BankRows(bounds, ranks) * config.hidden_size) *
+         SizeOf(activation);
 }
 
-size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, DType act, size_t scratch_bytes, char* base) {
+size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, DType act, size_t scratch_bytes,
+                         const WorkspaceRanks& ranks, char* base) {
   const int64_t t = bounds.tokens;
   Carver carver(base);
-  bank = carver.Take(BankBytes(c, bounds, act));
-  block_stride = t * c.hidden_size;
-  hidden = carver.Matrix(t, c.hidden_size, act);
-  sublayer_out = carver.Matrix(t, c.hidden_size, act);
+  bank = carver.Take(BankBytes(c, bounds, act, ranks));
+  bank_rows = BankRows(bounds, ranks);
+  block_stride = bank_rows * c.hidden_size;
+  // Equal parts of a step's tokens may reach beyond the last token.
+  const int64_t padded = bank_rows * ranks.tensor;
+  hidden = carver.Matrix(padded, c.hidden_size, act);
+  sublayer_out = carver.Matrix(padded, c.hidden_size, act);
+  if (ranks.tensor > 1) delta_shard = carver.Matrix(bank_rows, c.hidden_size, act);
   projected = carver.Matrix(t, std::max({KdaProjectedWidth(c), MlaProjectedWidth(c), 2 * MlpWidth(c)}), act);
   if (c.num_kda_layers() > 0) {
     decay = carver.Matrix(t, c.kda_channels(), act);
@@ -83,14 +94,32 @@ size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, DType a
     expert_ids = static_cast<int32_t*>(carver.Take(static_cast<size_t>(t * c.num_experts_per_token) * 4));
     expert_weights = static_cast<float*>(carver.Take(static_cast<size_t>(t * c.num_experts_per_token) * 4));
   }
+  const int64_t all = t * ranks.data;
+  if (c.num_experts > 0 && ranks.data > 1) {
+    const size_t pick_bytes = static_cast<size_t>(all * c.num_experts_per_token) * 4;
+    gathered_in = carver.Matrix(all, c.expert_width(), act);
+    gathered_out = carver.Matrix(all, c.expert_width(), act);
+    gathered_ids = static_cast<int32_t*>(carver.Take(pick_bytes));
+    gathered_weights = static_cast<float*>(carver.Take(pick_bytes));
+    if (ranks.all_to_all) {
+      send_slots = carver.Matrix(all, c.expert_width(), act);
+      send_ids = static_cast<int32_t*>(carver.Take(pick_bytes));
+      send_weights = static_cast<float*>(carver.Take(pick_bytes));
+    }
+  }
+  if (c.num_experts > 0 && ranks.expert_leaves > 1) {
+    leaf_out = carver.Matrix(ranks.expert_leaves * all, c.expert_width(), act);
+  }
   head_in = carver.Matrix(bounds.logits_rows, c.hidden_size, act);
   logits = carver.Matrix(bounds.logits_rows, c.vocab_size, DType::kF32);
+  if (ranks.tensor > 1) gathered_logits = carver.Matrix(bounds.logits_rows, c.vocab_size, DType::kF32);
 
   scratch = carver.Take(scratch_bytes);
   return carver.used();
 }
 
-size_t Workspace::ScratchBytes(const ModelConfig& c, const StepBounds& bounds, const Ops& ops) {
+size_t Workspace::ScratchBytes(const ModelConfig& c, const StepBounds& bounds, const Ops& ops,
+                               const WorkspaceRanks& ranks) {
   const int64_t t = bounds.tokens;
   size_t bytes = ops.SampleScratchBytes(bounds.logits_rows, c.vocab_size);
   if (c.num_kda_layers() > 0) {
@@ -101,23 +130,26 @@ size_t Workspace::ScratchBytes(const ModelConfig& c, const StepBounds& bounds, c
                                                 c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim, bounds.context));
   }
   if (c.num_experts > 0) {
-    bytes = std::max(bytes, ops.MoeScratchBytes(t, c.num_experts_per_token, c.num_experts, c.expert_width(),
-                                                c.moe_intermediate_size));
+    bytes = std::max(bytes, ops.MoeScratchBytes(t * ranks.data, c.num_experts_per_token, c.num_experts,
+                                                c.expert_width(), c.moe_intermediate_size));
   }
   return bytes;
 }
 
-size_t Workspace::Bytes(const ModelConfig& config, const StepBounds& bounds, DType activation, size_t scratch_bytes) {
-  return Workspace().Layout(config, bounds, activation, scratch_bytes, nullptr);
+size_t Workspace::Bytes(const ModelConfig& config, const StepBounds& bounds, DType activation, size_t scratch_bytes,
+                        const WorkspaceRanks& ranks) {
+  return Workspace().Layout(config, bounds, activation, scratch_bytes, ranks, nullptr);
 }
 
-size_t Workspace::Bytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops) {
-  return Bytes(config, bounds, ops.activation_dtype(), ScratchBytes(config, bounds, ops));
+size_t Workspace::Bytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops,
+                        const WorkspaceRanks& ranks) {
+  return Bytes(config, bounds, ops.activation_dtype(), ScratchBytes(config, bounds, ops, ranks), ranks);
 }
 
-Workspace::Workspace(const ModelConfig& config, const StepBounds& bounds, Ops& ops) : ops_(&ops), bounds_(bounds) {
-  memory_ = static_cast<char*>(ops.Allocate(Bytes(config, bounds, ops)));
-  Layout(config, bounds, ops.activation_dtype(), ScratchBytes(config, bounds, ops), memory_);
+Workspace::Workspace(const ModelConfig& config, const StepBounds& bounds, Ops& ops, const WorkspaceRanks& ranks)
+    : ops_(&ops), bounds_(bounds) {
+  memory_ = static_cast<char*>(ops.Allocate(Bytes(config, bounds, ops, ranks)));
+  Layout(config, bounds, ops.activation_dtype(), ScratchBytes(config, bounds, ops, ranks), ranks, memory_);
 }
 
 Workspace::~Workspace() {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "engine/model/model_config.h"
+#include "engine/model/parallel.h"
 #include "kernels/ops.h"
 
 namespace k3 {
@@ -16,27 +17,48 @@ struct StepBounds {
   int64_t context = 0;      // longest sequence
 };
 
+// How many ranks a workspace's step is spread over.
+struct WorkspaceRanks {
+  int64_t tensor = 1;         // ranks of a group
+  int64_t data = 1;           // groups
+  int64_t expert_leaves = 1;  // groups of experts of one rank whose sums are kept apart
+  bool all_to_all = false;    // room to send from
+
+  static WorkspaceRanks Of(const ParallelLayout& layout, ExpertTransport transport) {
+    return {layout.tensor, layout.data, layout.LeavesPerRank(),
+            layout.data > 1 && transport == ExpertTransport::kAllToAll};
+  }
+};
+
 // Every activation buffer of a step, in one device allocation made at start-up. One function (Layout in workspace.cc)
 // places the buffers and reports the total, so plan and allocation cannot disagree. Letters as in op_params.h; all
 // matrices are views of the full bounds, cut to the step's rows by the layers.
 class Workspace {
  public:
-  // Throws DeviceError when the memory is not there.
-  Workspace(const ModelConfig& config, const StepBounds& bounds, Ops& ops);
+  // Up to this many tokens every rank of a group keeps the whole residual bank (see block_residual.h).
+  static constexpr int64_t kReplicatedBankTokens = 256;
+
+  // `config` is the rank's share (RankConfig). Throws DeviceError when the memory is not there.
+  Workspace(const ModelConfig& config, const StepBounds& bounds, Ops& ops, const WorkspaceRanks& ranks = {});
   ~Workspace();
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 
-  static size_t Bytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops);
+  static size_t Bytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops,
+                      const WorkspaceRanks& ranks = {});
   // The same where there is no device to ask for the size of the scratch memory.
-  static size_t Bytes(const ModelConfig& config, const StepBounds& bounds, DType activation, size_t scratch_bytes);
-  static size_t ScratchBytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops);
-  // The residual bank's part of Bytes.
-  static size_t BankBytes(const ModelConfig& config, const StepBounds& bounds, DType activation);
+  static size_t Bytes(const ModelConfig& config, const StepBounds& bounds, DType activation, size_t scratch_bytes,
+                      const WorkspaceRanks& ranks = {});
+  static size_t ScratchBytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops,
+                             const WorkspaceRanks& ranks = {});
+  // The residual bank's part of Bytes: blocks * ceil(T / tensor) * D elements.
+  static size_t BankBytes(const ModelConfig& config, const StepBounds& bounds, DType activation,
+                          const WorkspaceRanks& ranks = {});
 
   const StepBounds& bounds() const { return bounds_; }
 
-  void* bank = nullptr;             // [blocks][T, D] act, block-major; plain residuals use block 0 as the stream
+  void* bank = nullptr;             // [blocks][bank_rows, D] act, block-major; plain residuals: block 0 is the stream
+  int64_t bank_rows = 0;            // T, or this rank's part of it
   int64_t block_stride = 0;         // elements
   MatrixView hidden;                // [T, D] normed input of a sublayer
   MatrixView sublayer_out;          // [T, D]
@@ -54,11 +76,24 @@ class Workspace {
   float* expert_weights = nullptr;  // [T, top_k]
   MatrixView head_in;               // [R, D]
   MatrixView logits;                // [R, V] F32
-  void* scratch = nullptr;          // shared by Kda, MlaAttention, MoeExperts and Sample
+  // Tensor parallelism.
+  MatrixView delta_shard;      // [bank_rows, D] sums of this rank's tokens
+  MatrixView gathered_logits;  // [tensor][R, V / tensor] F32
+  // Several groups: what Dispatch brings together, and what the experts give for it.
+  MatrixView gathered_in;             // [data * T, expert width]
+  MatrixView gathered_out;            // [data * T, expert width]
+  int32_t* gathered_ids = nullptr;    // [data * T, top_k]
+  float* gathered_weights = nullptr;  // [data * T, top_k]
+  MatrixView send_slots;              // [data * T, expert width] all-to-all only
+  int32_t* send_ids = nullptr;        // [data * T, top_k]
+  float* send_weights = nullptr;      // [data * T, top_k]
+  MatrixView leaf_out;                // [leaves * data * T, expert width] several leaves only
+
+  void* scratch = nullptr;  // shared by Kda, MlaAttention, MoeExperts and Sample
 
  private:
   size_t Layout(const ModelConfig& config, const StepBounds& bounds, DType activation, size_t scratch_bytes,
-                char* base);
+                const WorkspaceRanks& ranks, char* base);
   Workspace() = default;
 
   Ops* ops_ = nullptr;

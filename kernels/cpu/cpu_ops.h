@@ -76,6 +76,8 @@ class CpuOps final : public Ops {
   void Embed(const EmbedParams& params, Stream stream) override;
   void Linear(const LinearParams& params, Stream stream) override;
   void GatherRows(const GatherRowsParams& params, Stream stream) override;
+  void CopyMatrix(const CopyMatrixParams& params, Stream stream) override;
+  void TreeSum(const TreeSumParams& params, Stream stream) override;
   void RmsNorm(const RmsNormParams& params, Stream stream) override;
   void AddRmsNorm(const AddRmsNormParams& params, Stream stream) override;
   void AttnResMix(const AttnResMixParams& params, Stream stream) override;

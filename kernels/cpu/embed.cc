@@ -5,6 +5,7 @@
 #include "kernels/core/bfloat16.h"
 #include "kernels/core/random_weights.h"
 #include "kernels/core/shape_check.h"
+#include "kernels/core/tree_sum.h"
 #include "kernels/cpu/cpu_ops.h"
 
 namespace k3 {
@@ -63,15 +64,20 @@ void CpuOps::Embed(const EmbedParams& p, Stream) {
   CheckTrue(static_cast<bool>(p.table), "Embed", "table is absent");
   if (p.out.rows > 0) CheckPointer("Embed", "tokens", p.tokens);
   for (int64_t t = 0; t < p.out.rows; ++t) {
-    const bool in_range = p.tokens[t] >= 0 && p.tokens[t] < p.table.rows;
+    const bool in_range = p.tokens[t] >= 0 && (p.is_share || p.tokens[t] < p.table.rows);
     CheckTrue(in_range, "Embed",
               "token " + std::to_string(p.tokens[t]) + " at row " + std::to_string(t) + " is outside the table of " +
                   std::to_string(p.table.rows) + " rows");
   }
   ForRows(p.out.rows, p.out.cols, [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
-      const int64_t offset = int64_t{p.tokens[t]} * p.table.ld;
+      const int64_t row = p.tokens[t] - (p.is_share ? p.first_id : 0);
       float* out = p.out.as<float>() + t * p.out.ld;
+      if (row < 0 || row >= p.table.rows) {
+        std::memset(out, 0, static_cast<size_t>(p.out.cols) * sizeof(float));
+        continue;
+      }
+      const int64_t offset = row * p.table.ld;
       if (p.table.dtype == DType::kF32) {
         std::memcpy(out, p.table.as<float>() + offset, static_cast<size_t>(p.out.cols) * sizeof(float));
       } else if (p.table.dtype == DType::kBF16) {
@@ -81,6 +87,28 @@ void CpuOps::Embed(const EmbedParams& p, Stream) {
       }
     }
   });
+}
+
+void CpuOps::CopyMatrix(const CopyMatrixParams& p, Stream) {
+  CheckMatrix("CopyMatrix", "to", p.to, p.from.rows, p.from.cols, p.from.dtype);
+  const size_t element = SizeOf(p.from.dtype);
+  for (int64_t r = 0; r < p.from.rows; ++r) {
+    std::memcpy(p.to.as<char>() + static_cast<size_t>(r * p.to.ld) * element,
+                p.from.as<char>() + static_cast<size_t>(r * p.from.ld) * element,
+                static_cast<size_t>(p.from.cols) * element);
+  }
+}
+
+void CpuOps::TreeSum(const TreeSumParams& p, Stream) {
+  CheckTrue(p.parts > 0 && p.parts <= kMaxTreeParts, "TreeSum",
+            "parts must be in [1, " + std::to_string(kMaxTreeParts) + "], got " + std::to_string(p.parts));
+  CheckTrue(p.dtype == DType::kF32, "TreeSum", std::string("dtype must be F32, got ") + Name(p.dtype));
+  if (p.count == 0) return;
+  CheckPointer("TreeSum", "data", p.data);
+  CheckPointer("TreeSum", "out", p.out);
+  const auto part = [&](int j) { return static_cast<const float*>(p.data) + j * p.count; };
+  ForRows(p.count, p.parts,
+          [&](int64_t begin, int64_t end, int) { k3::TreeSum(part, p.parts, begin, end, static_cast<float*>(p.out)); });
 }
 
 void CpuOps::GatherRows(const GatherRowsParams& p, Stream) {

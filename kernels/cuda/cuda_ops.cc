@@ -264,6 +264,11 @@ void CudaOps::BeginStep(const BeginStepParams& params, Stream stream) {
 }
 void CudaOps::Embed(const EmbedParams& params, Stream stream) { cuda::Embed(device_, params, Queue(stream)); }
 void CudaOps::Linear(const LinearParams& params, Stream stream) { cuda::Linear(device_, params, Queue(stream)); }
+void CudaOps::BindThread() { K3_CUDA(cudaSetDevice(device_.ordinal)); }
+void CudaOps::CopyMatrix(const CopyMatrixParams& params, Stream stream) {
+  cuda::CopyMatrix(device_, params, Queue(stream));
+}
+void CudaOps::TreeSum(const TreeSumParams& params, Stream stream) { cuda::TreeSum(device_, params, Queue(stream)); }
 void CudaOps::GatherRows(const GatherRowsParams& params, Stream stream) {
   cuda::GatherRows(device_, params, Queue(stream));
 }

@@ -24,6 +24,7 @@ class CudaOps final : public Ops {
   bool is_cpu() const override { return false; }
   DType activation_dtype() const override { return device_.act; }
   Stream stream() const override { return stream_; }
+  void BindThread() override;
 
   void* Allocate(size_t bytes) override;
   void Free(void* data) noexcept override;
@@ -66,6 +67,8 @@ class CudaOps final : public Ops {
   void Embed(const EmbedParams& params, Stream stream) override;
   void Linear(const LinearParams& params, Stream stream) override;
   void GatherRows(const GatherRowsParams& params, Stream stream) override;
+  void CopyMatrix(const CopyMatrixParams& params, Stream stream) override;
+  void TreeSum(const TreeSumParams& params, Stream stream) override;
   void RmsNorm(const RmsNormParams& params, Stream stream) override;
   void AddRmsNorm(const AddRmsNormParams& params, Stream stream) override;
   void AttnResMix(const AttnResMixParams& params, Stream stream) override;

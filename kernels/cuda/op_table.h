@@ -16,6 +16,8 @@ void Embed(const Device& device, const EmbedParams& params, cudaStream_t queue);
 std::unique_ptr<LinearWeight> MakeLinear(const Device& device, Uploader& uploader, std::span<const HostTensor> parts);
 void Linear(const Device& device, const LinearParams& params, cudaStream_t queue);
 void GatherRows(const Device& device, const GatherRowsParams& params, cudaStream_t queue);
+void CopyMatrix(const Device& device, const CopyMatrixParams& params, cudaStream_t queue);
+void TreeSum(const Device& device, const TreeSumParams& params, cudaStream_t queue);
 void GatedActivation(const Device& device, const GatedActivationParams& params, cudaStream_t queue);
 void CheckActivation(const ActivationSpec& spec);
 void RouterTopK(const Device& device, const RouterTopKParams& params, cudaStream_t queue);

@@ -16,6 +16,37 @@ void CopyRows(const MatrixView& from, const int32_t* index, const MatrixView& ou
   Launch(kernel, shape, queue, name, AsMatrix<const From>(from), index, static_cast<int>(out.cols), AsMatrix<To>(out));
 }
 
+template <typename From, typename To>
+void EmbedShare(const EmbedParams& p, cudaStream_t queue) {
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(p.out.rows));
+  shape.block = dim3(static_cast<unsigned>(std::min<int64_t>(512, RoundUp(p.out.cols, 32))));
+  Launch(&EmbedShareKernel<From, To>, shape, queue, "Embed", AsMatrix<const From>(p.table), p.first_id, p.table.rows,
+         p.tokens, static_cast<int>(p.out.cols), AsMatrix<To>(p.out));
+}
+
+template <typename T>
+void SumParts(const Device& device, const TreeSumParams& p, cudaStream_t queue) {
+  LaunchShape shape;
+  shape.block = dim3(256);
+  shape.grid = dim3(static_cast<unsigned>(std::min<int64_t>(CeilDiv(p.count, 256), 8 * device.multiprocessors)));
+  const T* data = static_cast<const T*>(p.data);
+  T* out = static_cast<T*>(p.out);
+  const auto fixed = [&](auto* kernel) { Launch(kernel, shape, queue, "TreeSum", data, p.count, out); };
+  switch (p.parts) {
+    case 2:
+      return fixed(&TreeSumKernel<T, 2>);
+    case 4:
+      return fixed(&TreeSumKernel<T, 4>);
+    case 8:
+      return fixed(&TreeSumKernel<T, 8>);
+    case 16:
+      return fixed(&TreeSumKernel<T, 16>);
+    default:
+      Launch(&TreeSumAnyKernel<T>, shape, queue, "TreeSum", data, static_cast<int>(p.parts), p.count, out);
+  }
+}
+
 }  // namespace
 
 void BeginStep(const Device&, const BeginStepParams& params, cudaStream_t queue) {
@@ -41,9 +72,36 @@ void Embed(const Device& device, const EmbedParams& params, cudaStream_t queue) 
                  Describe(out));
   if (out.rows == 0) return;
   K3_REQUIRE(params.tokens != nullptr, "tokens is null");
+  if (params.is_share) {
+    if (device.act == DType::kBF16) return EmbedShare<bf16, bf16>(params, queue);
+    return table.dtype == DType::kBF16 ? EmbedShare<bf16, float>(params, queue)
+                                       : EmbedShare<float, float>(params, queue);
+  }
   if (device.act == DType::kBF16) return CopyRows<bf16, bf16>(table, params.tokens, out, "Embed", queue);
   table.dtype == DType::kBF16 ? CopyRows<bf16, float>(table, params.tokens, out, "Embed", queue)
                               : CopyRows<float, float>(table, params.tokens, out, "Embed", queue);
+}
+
+void CopyMatrix(const Device&, const CopyMatrixParams& params, cudaStream_t queue) {
+  const MatrixView& from = params.from;
+  const MatrixView& to = params.to;
+  K3_REQUIRE(from && to && from.rows == to.rows && from.cols == to.cols && from.dtype == to.dtype,
+             "to must be like from, " + Describe(from) + ", is " + Describe(to));
+  if (from.rows == 0) return;
+  const size_t element = SizeOf(from.dtype);
+  K3_CUDA(cudaMemcpy2DAsync(to.data, static_cast<size_t>(to.ld) * element, from.data,
+                            static_cast<size_t>(from.ld) * element, static_cast<size_t>(from.cols) * element,
+                            static_cast<size_t>(from.rows), cudaMemcpyDeviceToDevice, queue));
+}
+
+void TreeSum(const Device& device, const TreeSumParams& params, cudaStream_t queue) {
+  K3_REQUIRE(params.parts >= 1 && params.parts <= kMostTreeParts,
+             "parts must be in [1, " + std::to_string(kMostTreeParts) + "], is " + std::to_string(params.parts));
+  K3_REQUIRE(params.dtype == DType::kF32 || params.dtype == DType::kBF16,
+             "dtype must be F32 or BF16, is " + std::string(Name(params.dtype)));
+  if (params.count == 0) return;
+  K3_REQUIRE(params.data != nullptr && params.out != nullptr, "data or out is null");
+  params.dtype == DType::kF32 ? SumParts<float>(device, params, queue) : SumParts<bf16>(device, params, queue);
 }
 
 void GatherRows(const Device&, const GatherRowsParams& params, cudaStream_t queue) {

@@ -68,7 +68,10 @@ class Server {
 
   int Run(const Signals& signals) {
     const Clock::time_point start = Clock::now();
-    if (const int code = Listen(); code != kExitOk) return code;
+    const bool follows = config_.place.process > 0;  // clients go to the first process
+    if (!follows) {
+      if (const int code = Listen(); code != kExitOk) return code;
+    }
     ModelLoader loader(config_, &health_, &metrics_);
     while (!loader.Done()) {
       if (const int signal = signals.Wait(kTick)) {
@@ -80,7 +83,7 @@ class Server {
         loader.GiveUp();
         gave_up_ = true;
         health_.StartDrain(Clock::duration::zero());
-        CloseListeners();
+        if (!follows) CloseListeners();
         return kExitOk;
       }
     }
@@ -90,6 +93,7 @@ class Server {
       spdlog::error("{}", failure.message);
       return failure.exit_code;
     }
+    if (follows) return Follow(signals);
     Engine& engine = host_->engine();
     generation_.Install(host_->served_model());
     metrics_.WatchEngine([&engine] { return engine.Load(); }, engine.Limits());
@@ -215,6 +219,30 @@ class Server {
               << " seconds=" << absl::StrFormat("%.2f", seconds) << std::endl;
   }
 
+  // A process that only runs ranks: ends when the first one does. A launcher's signal reaches all processes; the first
+  // one then drains, and needs this one until it has.
+  int Follow(const Signals& signals) {
+    std::atomic<bool> done{false};
+    int code = kExitOk;
+    std::thread steps([&] {
+      code = host_->Follow();
+      done = true;
+    });
+    int seen = 0;
+    while (!done) {
+      const int signal = signals.Wait(kTick);
+      if (signal == 0 || signal == SIGHUP) continue;
+      if (++seen > 1) {
+        spdlog::warn("second signal {}: ending at once", signal);
+        std::fflush(nullptr);
+        std::_Exit(128 + signal);
+      }
+      spdlog::info("signal {}: ending with the first process", signal);
+    }
+    steps.join();
+    return code;
+  }
+
   // Until a signal or a device fault; returns the exit code.
   int Serve(const Signals& signals) {
     Engine& engine = host_->engine();
@@ -224,8 +252,8 @@ class Server {
       health_.Observe(load);
       generation_.EndOverdue();
       if (spans_ != nullptr) metrics_.SetSpans(spans_->exported(), spans_->dropped());
-      if (!load.healthy) {
-        spdlog::critical("the device has failed: ending");
+      if (const std::string lost = host_->lost(); !load.healthy || !lost.empty()) {
+        spdlog::critical("{}: ending", lost.empty() ? "the device has failed" : lost);
         std::this_thread::sleep_for(kFaultNotice);
         CloseListeners();
         return kExitDeviceFault;

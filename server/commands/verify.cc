@@ -1,16 +1,21 @@
 #include "server/commands/verify.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <ostream>
 
+#include "absl/strings/str_cat.h"
+#include "engine/lend_experts.h"
 #include "engine/model/golden_check.h"
-#include "engine/model/weights_loader.h"
+#include "engine/rank_group.h"
+#include "kernels/cpu/thread_pool.h"
 #include "server/commands/verify_server.h"
 #include "server/exit_codes.h"
 #include "server/flags.h"
+#include "server/nccl_world.h"
 
 namespace k3 {
 namespace {
@@ -30,6 +35,11 @@ struct VerifyOptions {
   std::optional<double> tolerance;
   std::optional<int64_t> threads;
   bool batch_invariant = false;
+  int64_t tensor_parallel = 1;
+  int64_t data_parallel = 1;
+  int64_t expert_leaves = 0;
+  std::string transport = "all-gather";
+  bool logits_hash = false;
   double latent_norm_eps = 1e-6;
   std::string kl_router_weights = "unbiased";
   VerifyServerOptions server;
@@ -48,7 +58,15 @@ void DeclareFlags(FlagSet& flags, VerifyOptions& options) {
   flags.Number("tolerance", &options.tolerance, {0, 1e6},
                "largest relative norm error of a prompt (auto: 1e-4 on the CPU, 2e-2 on CUDA, 1e-3 there in fp32)");
   flags.Int("threads", &options.threads, {1, 1024}, "CPU threads");
-  flags.Bool("batch-invariant", &options.batch_invariant, "CUDA: fixed tiles and splits");
+  flags.Bool("batch-invariant", &options.batch_invariant, "CUDA: fixed tiles, splits and sums over GPUs");
+  flags.Int("tensor-parallel", &options.tensor_parallel, {1, 1024}, "ranks that share each prompt");
+  flags.Int("data-parallel", &options.data_parallel, {1, 1024},
+            "groups of ranks; they take turns with the prompts, experts are spread over all");
+  flags.Int("expert-leaves", &options.expert_leaves, {0, 1024},
+            "groups of experts summed in one fixed tree: the same number gives the same bits on fewer ranks (0: one a "
+            "rank)");
+  flags.Bool("logits-hash", &options.logits_hash, "tell a hash of each prompt's logits: equal hashes, equal bits");
+  flags.Choice("expert-transport", &options.transport, {"all-gather", "all-to-all"}, "how tokens reach other ranks");
   flags.Number("latent-norm-eps", &options.latent_norm_eps, {0, 1}, "eps of the MLA latent norms");
   flags.Choice("kl-router-weights", &options.kl_router_weights, {"unbiased", "biased"},
                "router weights of Kimi-Linear");
@@ -90,6 +108,13 @@ nlohmann::ordered_json ToJson(const GoldenPrompt& prompt, const GoldenResult& re
           {"experts_equal_share", result.experts_equal_share}};
 }
 
+// FNV-1a over the bits.
+std::string HashOf(const std::vector<float>& logits) {
+  uint64_t hash = 0xcbf29ce484222325ull;
+  for (const float logit : logits) hash = (hash ^ std::bit_cast<uint32_t>(logit)) * 0x100000001b3ull;
+  return absl::StrCat(absl::Hex(hash, absl::kZeroPad16));
+}
+
 // What a prompt must reach, by device and routing.
 struct Bar {
   double tolerance;
@@ -98,7 +123,37 @@ struct Bar {
   bool check_error;     // with free routing in bf16 a flipped expert moves its row by per cents: only the share counts
 };
 
-int Verify(const VerifyOptions& options, Ops& ops, std::ostream& out, std::ostream& err) {
+// One prompt on the ranks of a group, which must agree; the other groups lend their experts.
+absl::StatusOr<GoldenResult> CheckPrompt(RankGroup& ranks, int32_t group, const GoldenPrompt& prompt,
+                                         const GoldenCheckOptions& options) {
+  std::vector<GoldenResult> results(static_cast<size_t>(ranks.local_ranks()));
+  const int64_t chunk = std::clamp<int64_t>(options.chunk, 1, static_cast<int64_t>(prompt.tokens.size()));
+  const absl::Status status =
+      RunInGroup(ranks, group, chunk, [&](int local, const ForwardNotice& announce) -> absl::Status {
+        GoldenCheckOptions own = options;
+        own.before_forward = announce;
+        auto result = CheckGolden(ranks.model(local), ranks.ops(local), prompt, own);
+        if (!result.ok()) return result.status();
+        results[static_cast<size_t>(local)] = *std::move(result);
+        return absl::OkStatus();
+      });
+  if (!status.ok()) return status;
+  GoldenResult* first = nullptr;
+  for (int local = 0; local < ranks.local_ranks(); ++local) {
+    if (ranks.data_rank_of(local) != group) continue;
+    GoldenResult& result = results[static_cast<size_t>(local)];
+    if (first == nullptr) {
+      first = &result;
+    } else if (result.logits != first->logits) {
+      return absl::InternalError(absl::StrCat("prompt ", prompt.name, ": ranks ", ranks.rank_of(local), " and ",
+                                              ranks.rank_of(local) - ranks.tensor_rank_of(local),
+                                              " computed different logits"));
+    }
+  }
+  return std::move(*first);
+}
+
+int Verify(const VerifyOptions& options, RankGroup& ranks, std::ostream& out, std::ostream& err) {
   absl::StatusOr<ModelConfig> config = LoadModelConfig(options.model_dir);
   if (!config.ok()) {
     err << config.status().message() << "\n";
@@ -113,12 +168,12 @@ int Verify(const VerifyOptions& options, Ops& ops, std::ostream& out, std::ostre
   }
   LoadOptions load;
   load.print_progress = false;
-  const absl::StatusOr<std::unique_ptr<LoadedModel>> loaded = LoadWeights(options.model_dir, *config, ops, load);
-  if (!loaded.ok()) {
-    err << loaded.status().message() << "\n";
-    return ExitCodeOf(loaded.status());
+  if (const absl::Status loaded = ranks.Load(options.model_dir, *config, load); !loaded.ok()) {
+    err << loaded.message() << "\n";
+    return ExitCodeOf(loaded);
   }
 
+  const Ops& ops = ranks.ops();
   const bool fp32 = ops.activation_dtype() == DType::kF32;
   const bool golden_routing = options.routing == "golden" || (options.routing == "auto" && !fp32);
   Bar bar{};
@@ -127,12 +182,13 @@ int Verify(const VerifyOptions& options, Ops& ops, std::ostream& out, std::ostre
   bar.expert_share = golden_routing ? 1.0 : kFreeRoutingShare;
   bar.check_error = fp32 || golden_routing;
 
-  const Model model((*loaded)->config, (*loaded)->weights, ops);
   bool passed = true;
   double max_error = 0;
-  for (const GoldenPrompt& prompt : *prompts) {
-    const absl::StatusOr<GoldenResult> result =
-        CheckGolden(model, ops, prompt, {.chunk = options.chunk, .golden_routing = golden_routing});
+  for (size_t number = 0; number < prompts->size(); ++number) {
+    const GoldenPrompt& prompt = (*prompts)[number];
+    const int32_t group = static_cast<int32_t>(number) % ranks.layout().data;
+    const absl::StatusOr<GoldenResult> result = CheckPrompt(
+        ranks, group, prompt, {.chunk = options.chunk, .golden_routing = golden_routing, .before_forward = nullptr});
     if (!result.ok()) {
       err << result.status().message() << "\n";
       return ExitCodeOf(result.status());
@@ -146,7 +202,9 @@ int Verify(const VerifyOptions& options, Ops& ops, std::ostream& out, std::ostre
     }
     passed = passed && good;
     max_error = std::isfinite(result->rel_error) ? std::max(max_error, result->rel_error) : result->rel_error;
-    out << ToJson(prompt, *result).dump() << std::endl;
+    nlohmann::ordered_json line = ToJson(prompt, *result);
+    if (options.logits_hash) line["logits_hash"] = HashOf(result->logits);
+    out << line.dump() << std::endl;
   }
   out << nlohmann::ordered_json{{"passed", passed}, {"prompts", prompts->size()}, {"max_rel_error", max_error}}.dump()
       << std::endl;
@@ -175,26 +233,35 @@ int RunVerify(const std::vector<std::string>& args, std::ostream& out, std::ostr
 
   if (!options.server.url.empty() || !options.server.target.empty()) return RunVerifyServer(options.server, out, err);
 
-  std::unique_ptr<Ops> ops;
-  try {
-    if (options.device == "cuda" || (options.device == "auto" && CudaDeviceCount() > 0)) {
-      CudaOptions cuda;
-      cuda.compute_dtype = options.compute_dtype == "fp32" ? DType::kF32 : DType::kBF16;
-      cuda.batch_invariant = options.batch_invariant;
-      ops = MakeCudaOps(cuda);
-    } else {
-      if (options.compute_dtype == "bf16") {
-        err << "--compute-dtype bf16: the CPU computes in fp32 throughout\n";
-        return kExitUsage;
-      }
-      ops = MakeCpuOps({.threads = static_cast<int>(options.threads.value_or(0))});
+  const bool cuda = options.device == "cuda" || (options.device == "auto" && CudaDeviceCount() > 0);
+  if (!cuda && options.compute_dtype == "bf16") {
+    err << "--compute-dtype bf16: the CPU computes in fp32 throughout\n";
+    return kExitUsage;
+  }
+  RankGroup::Options layout;
+  layout.layout.tensor = static_cast<int32_t>(options.tensor_parallel);
+  layout.layout.data = static_cast<int32_t>(options.data_parallel);
+  layout.layout.expert_leaves = static_cast<int32_t>(options.expert_leaves);
+  if (options.transport == "all-to-all") layout.transport = ExpertTransport::kAllToAll;
+  const int ranks = layout.layout.ranks();
+  layout.make_ops = [&](int local) {
+    if (!cuda) {
+      return MakeCpuOps({.threads = std::max(1, static_cast<int>(options.threads.value_or(UsableCpus())) / ranks)});
     }
-  } catch (const DeviceError& error) {
-    err << error.what() << "\n";
-    return kExitNoDevice;
+    CudaOptions device;
+    device.device = local;
+    device.compute_dtype = options.compute_dtype == "fp32" ? DType::kF32 : DType::kBF16;
+    device.batch_invariant = options.batch_invariant;
+    return MakeCudaOps(device);
+  };
+  if (cuda && ranks > 1) layout.make_world = NcclWorld(ranks, options.batch_invariant || options.expert_leaves > 0);
+  const absl::StatusOr<std::unique_ptr<RankGroup>> group = RankGroup::Create(std::move(layout));
+  if (!group.ok()) {
+    err << group.status().message() << "\n";
+    return group.status().code() == absl::StatusCode::kInternal ? kExitNoDevice : kExitUsage;
   }
   try {
-    return Verify(options, *ops, out, err);
+    return Verify(options, **group, out, err);
   } catch (const DeviceError& error) {
     err << error.what() << "\n";
     return kExitDeviceFault;

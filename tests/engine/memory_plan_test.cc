@@ -65,7 +65,7 @@ TEST(MemoryPlanTest, KimiK3Sizes) {
   // and MLA layer, replicated.
   EXPECT_EQ(plan.slot_bytes, 69u * ((6u << 20) + 221184u) / 8);
   EXPECT_EQ(plan.page_bytes, 64u * 27648u);
-  EXPECT_EQ(plan.bank_bytes, 9u * 7168 * 2 * 8192);
+  EXPECT_EQ(plan.bank_bytes, 9u * 7168 * 2 * 8192 / 8);  // each rank keeps an eighth of a prefill's tokens
 }
 
 TEST(MemoryPlanTest, KimiK3OnSixteenGpus) {

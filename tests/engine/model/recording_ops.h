@@ -150,6 +150,8 @@ class RecordingOps : public Ops {
   void Embed(const EmbedParams&, Stream) override { Unused(); }
   void Linear(const LinearParams&, Stream) override { Unused(); }
   void GatherRows(const GatherRowsParams&, Stream) override { Unused(); }
+  void CopyMatrix(const CopyMatrixParams&, Stream) override { Unused(); }
+  void TreeSum(const TreeSumParams&, Stream) override { Unused(); }
   void RmsNorm(const RmsNormParams&, Stream) override { Unused(); }
   void AddRmsNorm(const AddRmsNormParams&, Stream) override { Unused(); }
   void AttnResMix(const AttnResMixParams&, Stream) override { Unused(); }

@@ -121,7 +121,7 @@ TEST(WeightsLoaderTest, K3MergesInTheDocumentedOrder) {
   EXPECT_EQ(Recorded(moe.latent_up).values, Stacked(content, m3, {"routed_expert_up_proj.weight"}));
   EXPECT_EQ(Recorded(moe.shared.gate_up).values,
             Stacked(content, m3 + "shared_experts.", {"gate_proj.weight", "up_proj.weight"}));
-  const auto& experts = dynamic_cast<const RecordedExperts&>(*moe.experts);
+  const auto& experts = dynamic_cast<const RecordedExperts&>(*moe.experts[0]);
   ASSERT_EQ(experts.experts.size(), 8u);
   TestCheckpoint copy = content;
   const auto& packed = copy.Find("language_model." + m3 + "experts.5.w2.weight_packed")->data;
@@ -160,7 +160,7 @@ TEST(WeightsLoaderTest, KimiLinearForms) {
   EXPECT_EQ(Recorded(mla.in_proj).values,
             Stacked(content, "model.layers.3.self_attn.", {"q_proj.weight", "kv_a_proj_with_mqa.weight"}));
   EXPECT_EQ(mla.q_b_proj, nullptr);
-  const auto& experts = dynamic_cast<const RecordedExperts&>(*layer.moe->experts);
+  const auto& experts = dynamic_cast<const RecordedExperts&>(*layer.moe->experts[0]);
   EXPECT_EQ(experts.experts[7].w1, Stacked(content, "model.layers.1.block_sparse_moe.experts.7.", {"w1.weight"}));
   EXPECT_TRUE(experts.experts[7].w1_scale.empty());
 }
@@ -202,7 +202,7 @@ TEST(WeightsLoaderTest, PackingIsDecidedByNamesNotByTheConfig) {
     content.config.mxfp4_experts = !packed;
     const Loaded loaded(content);
     ASSERT_TRUE(loaded.model.ok()) << loaded.model.status();
-    const auto& experts = dynamic_cast<const RecordedExperts&>(*loaded.weights().layers[1].moe->experts);
+    const auto& experts = dynamic_cast<const RecordedExperts&>(*loaded.weights().layers[1].moe->experts[0]);
     EXPECT_EQ(experts.experts[0].w1_scale.empty(), !packed);
   }
 }
@@ -509,7 +509,7 @@ TEST(WeightsLoaderTest, TensorParallelSharesPutTogetherAreTheWhole) {
     const size_t per_part = dim * 4, part_index = e / per_part;
     ASSERT_EQ(share[e], taps[part_index * 2 * per_part + per_part + e % per_part]);
   }
-  const auto& experts = dynamic_cast<const RecordedExperts&>(*ranks[1]->weights().layers[1].moe->experts);
+  const auto& experts = dynamic_cast<const RecordedExperts&>(*ranks[1]->weights().layers[1].moe->experts[0]);
   EXPECT_EQ(experts.first, 4);
   EXPECT_EQ(experts.count, 4);
 }
@@ -597,7 +597,7 @@ TEST(WeightsLoaderTest, RandomWeightsNeedNoFiles) {
   EXPECT_NEAR(sum / head.size(), 0, 0.01);
   EXPECT_NEAR(std::sqrt(squares / head.size()), 1 / std::sqrt(64.0), 0.005);
 
-  const auto& experts = dynamic_cast<const RecordedExperts&>(*(*model)->weights.layers[1].moe->experts);
+  const auto& experts = dynamic_cast<const RecordedExperts&>(*(*model)->weights.layers[1].moe->experts[0]);
   ASSERT_EQ(experts.experts.size(), 8u);
   EXPECT_EQ(experts.experts[0].w1.size(), 32u * 16);
   EXPECT_NE(experts.experts[0].w1, experts.experts[1].w1);
