@@ -427,6 +427,8 @@ void Soak(const Settings& settings, Report& report, const std::string& shape) {
   }
 }
 
+std::vector<std::string> Words(const std::string& list) { return absl::StrSplit(list, ','); }
+
 int Run(int argc, char** argv) {
   Settings settings;
   settings.model = testing::SourcePath("configs/models/tiny-k3");
@@ -453,13 +455,13 @@ int Run(int argc, char** argv) {
       settings.json = value;
     else if (flag == "--batches") {
       settings.batches.clear();
-      for (const std::string word : absl::StrSplit(value, ',')) settings.batches.push_back(std::atoi(word.c_str()));
+      for (const std::string& word : Words(value)) settings.batches.push_back(std::atoi(word.c_str()));
     } else {
       std::fprintf(stderr, "unknown flag %s\n", flag.c_str());
       return 2;
     }
   }
-  for (const std::string word : absl::StrSplit(layouts, ',')) {
+  for (const std::string& word : Words(layouts)) {
     const std::vector<std::string> sides = absl::StrSplit(word, 'x');
     settings.layouts.emplace_back(std::atoi(sides.at(0).c_str()), std::atoi(sides.at(1).c_str()));
   }
