@@ -28,8 +28,8 @@ constexpr std::array<double, kDomains> kShiftedMix = {0.04, 0.03, 0.03, 0.9};
 constexpr float kLogitScale = 1.0f;
 constexpr float kLogitOffset = -1.0f;
 constexpr float kPopularity = 0.3f;
-constexpr float kMildGap = 0.30f;
-constexpr float kHardGap = 1.45f;
+constexpr float kMildGap = 0.11f;
+constexpr float kHardGap = 1.70f;
 
 class World {
  public:
