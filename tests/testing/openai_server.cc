@@ -115,10 +115,11 @@ OpenAiServer::OpenAiServer(Options options)
   }
   if (!options_.api_key_file.empty()) keys_ = ApiKeys::Load(options_.api_key_file).value();
   engine_ = std::make_unique<MockEngine>(options_.engine);
-  service_ = std::make_unique<GenerationService>(GenerationService::Options{.default_effort = options_.default_effort,
-                                                                            .request_timeout = options_.request_timeout,
-                                                                            .vendor_strict = options_.vendor_strict},
-                                                 &health_, &metrics_);
+  GenerationService::Options service;
+  service.default_effort = options_.default_effort;
+  service.request_timeout = options_.request_timeout;
+  service.vendor_strict = options_.vendor_strict;
+  service_ = std::make_unique<GenerationService>(service, &health_, &metrics_);
   gateway_ = std::make_unique<OpenAiGateway>(OpenAiOptions{.vendor_strict = options_.vendor_strict}, service_.get(),
                                              &health_, &metrics_, &keys_);
   workers_ = std::make_unique<WorkerPool>(2);
