@@ -15,6 +15,8 @@ case "$kind" in
     ;;
   thread)
     sanitizers=thread
+    # Debian's gRPC is not instrumented, so its callbacks look unordered: the tests over it are left out.
+    export GTEST_FILTER=-Grpc*
     filter=(-R '^(thread_pool_test|k3_(engine|http|openai|server|metrics|metrics_flow|bench_run)_tests)$')
     ;;
   *)

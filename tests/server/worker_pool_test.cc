@@ -18,9 +18,9 @@ TEST(WorkerPoolTest, RunsEverythingBeforeItEnds) {
 }
 
 TEST(WorkerPoolTest, AFullQueueRefuses) {
-  WorkerPool pool(1);
   std::promise<void> gate;
   std::promise<void> started;
+  WorkerPool pool(1);  // ends first: its task uses the promises
   pool.Post([&] {
     started.set_value();
     gate.get_future().wait();

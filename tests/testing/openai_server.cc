@@ -135,8 +135,8 @@ OpenAiServer::~OpenAiServer() {
   metrics_.WatchEngine(nullptr, {});
   http_.reset();
   workers_.reset();
+  engine_.reset();  // before the service: its last events still reach streams that belong there
   service_.reset();
-  engine_.reset();
 }
 
 void OpenAiServer::Install() {
