@@ -55,6 +55,7 @@ void FixedGemm(const GemmArgs& args, cudaStream_t queue) {
 
 void Gemm(const Device& device, const GemmArgs& args, cudaStream_t queue) {
   if (device.batch_invariant) return FixedGemm(args, queue);
+  if (TakesVectorGemm(args)) return VectorGemm(args, queue);
   device.blas->Gemm(args, queue);
 }
 

@@ -100,6 +100,7 @@ __global__ void KdaPlanKernel(SequenceBatch batch, int step_tokens, int segment_
   // Whether snapshot i cuts a chunk where the positions do not, and is the first of its row to do so.
   const auto is_extra = [&](int i) {
     const int row = batch.snapshot_row[i];
+    if (row == kNoRow) return false;
     const int sequence = batch.sequence_of_token[row];
     return is_long(sequence) && (batch.position[row] + 1) % kChunkRows != 0 &&
            row + 1 != batch.token_begin[sequence + 1] && (i == 0 || batch.snapshot_row[i - 1] != row);

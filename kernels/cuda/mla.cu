@@ -15,7 +15,7 @@ constexpr int kMaxSplits = 512;
 constexpr int64_t kVectorTokens = 4;                    // up to so many tokens products are matrix-vector products
 constexpr int64_t kExpandQueries = 160;                 // from so many on a sequence's keys and values are expanded
 constexpr int64_t kExpandedBytes = int64_t{512} << 20;  // of the keys that are expanded together
-constexpr int64_t kCarryBytes = int64_t{128} << 20;      // of the queries whose softmax is carried over blocks of keys
+constexpr int64_t kCarryBytes = int64_t{128} << 20;     // of the queries whose softmax is carried over blocks of keys
 
 // Tokens worked on together: their latent queries and outputs lie in the scratch.
 int64_t BlockTokens(int64_t tokens, int64_t heads, int64_t latent, size_t element) {
@@ -99,7 +99,7 @@ void Append(const MlaAppendParams& p, cudaStream_t queue) {
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(CeilDiv(p.batch->num_tokens, kAppendWarps)));
   shape.block = dim3(32 * kAppendWarps);
-  void (*kernel)(MlaAppendParams, SequenceBatch) =
+  void (*kernel)(Awaited<MlaAppendParams>, SequenceBatch) =
       p.pages.dtype == DType::kBF16 ? &MlaAppendKernel<T, bf16> : &MlaAppendKernel<T, float>;
   Launch(kernel, shape, queue, "MlaAppend", p, *p.batch);
 }
@@ -170,8 +170,9 @@ void AttendVectors(const Device& device, const MlaAttentionParams& p, const Cuda
   Launch(&MlaFinishRowKernel,
          {.grid = dim3(heads, tokens),
           .block = dim3(kFinishRowThreads),
-          .shared = (2 * kAbsorbedLatent + args.splits) * sizeof(float)},
-         queue, "MlaFinishRow", args, *p.batch, kv_b, head_rows, AsMatrix<const bf16>(p.gate), AsMatrix<bf16>(p.out));
+          .shared = (kFinishRowParts * kAbsorbedLatent + args.splits) * sizeof(float)},
+         queue, "MlaFinishRow", args, *p.batch, kv_b, head_rows, p.nope_dim, AsMatrix<const bf16>(p.gate),
+         AsMatrix<bf16>(p.out));
 }
 
 // Rows of packed tokens [begin, end) in tiles that never hold two sequences.

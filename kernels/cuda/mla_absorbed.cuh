@@ -47,7 +47,9 @@ __device__ __forceinline__ int AbsorbedSplitKeys(int keys, int splits) {
 }
 
 // Grid (tiles, splits).
-__global__ void __launch_bounds__(kAbsorbedThreads, 1) MlaAbsorbedKernel(AbsorbedArgs args, SequenceBatch batch) {
+__global__ void __launch_bounds__(kAbsorbedThreads, 1)
+    MlaAbsorbedKernel(Awaited<AbsorbedArgs> awaited, SequenceBatch batch) {
+  const AbsorbedArgs& args = awaited.Wait();
   AbsorbedShared& s = *DynamicShared<AbsorbedShared>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / 4;
   if (warp == 0) {
@@ -233,7 +235,9 @@ __device__ __forceinline__ int AbsorbedSplits(const AbsorbedArgs& args, const Se
 constexpr int kCombineThreads = 128;
 
 // latent_out[row] = sum over splits of their outputs, weighted by their share of the softmax. Grid (64, tiles).
-__global__ void __launch_bounds__(kCombineThreads) MlaCombineKernel(AbsorbedArgs args, SequenceBatch batch) {
+__global__ void __launch_bounds__(kCombineThreads)
+    MlaCombineKernel(Awaited<AbsorbedArgs> awaited, SequenceBatch batch) {
+  const AbsorbedArgs& args = awaited.Wait();
   float* weight = DynamicShared<float>();  // [splits], then the tile
   MlaTile& shared_tile = *reinterpret_cast<MlaTile*>(weight + args.splits);
   const int lane = threadIdx.x % 32;
@@ -282,21 +286,24 @@ constexpr int kLatentColumns = 128;  // of a block
 // latent_q[row] = q_nope Wuk. Grid (heads, tokens, latent / kLatentColumns): thread (group, octet) takes 16 inputs of 8
 // columns.
 __global__ void __launch_bounds__(kLatentThreads)
-    MlaLatentQueryKernel(Matrix<const bf16> q, int query_dim, const bf16* kv_b, int head_rows, int token_begin,
-                         bf16* latent_q) {
+    MlaLatentQueryKernel(Awaited<Matrix<const bf16>> awaited, int query_dim, const bf16* kv_b, int head_rows,
+                         int token_begin, bf16* latent_q) {
   constexpr int kNope = 128, kGroups = 8;
   float* sums = DynamicShared<float>();  // [kGroups][kLatentColumns]
   const int head = blockIdx.x, octet = threadIdx.x % 16, group = threadIdx.x / 16;
   const int column = blockIdx.z * kLatentColumns + 8 * octet;
   const bf16* weights =
       kv_b + (static_cast<int64_t>(head) * head_rows + group * (kNope / kGroups)) * kAbsorbedLatent + column;
+  uint4 w[kNope / kGroups];
+#pragma unroll
+  for (int k = 0; k < kNope / kGroups; ++k) w[k] = LoadStreaming16(weights + k * kAbsorbedLatent);
+  const Matrix<const bf16>& q = awaited.Wait();
   const bf16* query = q.Row(token_begin + blockIdx.y) + head * query_dim + group * (kNope / kGroups);
   float sum[8] = {};
 #pragma unroll
   for (int k = 0; k < kNope / kGroups; ++k) {
-    const uint4 w = *reinterpret_cast<const uint4*>(weights + k * kAbsorbedLatent);
     const float x = ToFloat(query[k]);
-    const uint32_t pairs[4] = {w.x, w.y, w.z, w.w};
+    const uint32_t pairs[4] = {w[k].x, w[k].y, w[k].z, w[k].w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       sum[2 * i] = fmaf(x, LowBf16(pairs[i]), sum[2 * i]);
@@ -313,29 +320,32 @@ __global__ void __launch_bounds__(kLatentThreads)
   latent_q[row * kAbsorbedLatent + blockIdx.z * kLatentColumns + threadIdx.x] = FromFloat<bf16>(total);
 }
 
-constexpr int kFinishRowThreads = 256;
+constexpr int kFinishRowThreads = 512;
+constexpr int kFinishRowParts = kFinishRowThreads / 128;  // each takes every kFinishRowParts-th split
 
 // out = (combined splits) Wuv^T times the gate, if there is one. Grid (heads, tokens); args.rows.tiles_per_sequence >
 // 0.
 __global__ void __launch_bounds__(kFinishRowThreads)
-    MlaFinishRowKernel(AbsorbedArgs args, SequenceBatch batch, const bf16* kv_b, int head_rows, Matrix<const bf16> gate,
-                       Matrix<bf16> out) {
+    MlaFinishRowKernel(Awaited<AbsorbedArgs> awaited, SequenceBatch batch, const bf16* kv_b, int head_rows,
+                       int nope_dim, Matrix<const bf16> gate, Matrix<bf16> out) {
   constexpr int kValue = 128, kWarps = kFinishRowThreads / 32, kRows = kValue / kWarps;
-  float* latent = DynamicShared<float>();        // [2][512]
-  float* weight = latent + 2 * kAbsorbedLatent;  // [splits]
+  float* latent = DynamicShared<float>();                      // [parts][512]
+  float* weight = latent + kFinishRowParts * kAbsorbedLatent;  // [splits]
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int head = blockIdx.x, token = args.rows.token_begin + blockIdx.y;
-  // The weights of the warp's rows are on their way while the splits are combined.
+  const int head = blockIdx.x;
+  // The weights of the warp's rows are on their way while the keys are attended and the splits are combined.
   uint4 w[kRows][2];
   const bf16* weights =
-      kv_b + (static_cast<int64_t>(head) * head_rows + args.nope_dim + warp * kRows) * kAbsorbedLatent + 8 * lane;
+      kv_b + (static_cast<int64_t>(head) * head_rows + nope_dim + warp * kRows) * kAbsorbedLatent + 8 * lane;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      w[r][half] = *reinterpret_cast<const uint4*>(weights + r * kAbsorbedLatent + 256 * half);
+      w[r][half] = LoadStreaming16(weights + r * kAbsorbedLatent + 256 * half);
     }
   }
+  const AbsorbedArgs& args = awaited.Wait();
+  const int token = args.rows.token_begin + blockIdx.y;
   const int sequence = batch.sequence_of_token[token];
   MlaTile tile{};
   const int rows = MlaSequenceRows(args.rows, batch, sequence, tile.row);
@@ -347,7 +357,8 @@ __global__ void __launch_bounds__(kFinishRowThreads)
     const bf16* from = args.latent_out + (static_cast<int64_t>(blockIdx.y) * args.rows.heads + head) * kAbsorbedLatent;
     for (int c = threadIdx.x; c < kAbsorbedLatent; c += kFinishRowThreads) {
       latent[c] = ToFloat(from[c]);
-      latent[kAbsorbedLatent + c] = 0;
+#pragma unroll
+      for (int part = 1; part < kFinishRowParts; ++part) latent[part * kAbsorbedLatent + c] = 0;
     }
   } else {
     const int splits = AbsorbedSplits(args, batch, tile);
@@ -365,12 +376,11 @@ __global__ void __launch_bounds__(kFinishRowThreads)
     }
     sum = WarpSum(sum);
     __syncthreads();
-    // Two halves of the block take every other split.
-    const int half = threadIdx.x / 128, column = threadIdx.x % 128 * 4;
+    const int part = threadIdx.x / 128, column = threadIdx.x % 128 * 4;
     float4 total = {};
     const float* from = args.partial + slot * kAbsorbedLatent + column;
 #pragma unroll 8
-    for (int i = half; i < splits; i += 2) {
+    for (int i = part; i < splits; i += kFinishRowParts) {
       const float4 x = *reinterpret_cast<const float4*>(from + static_cast<int64_t>(i) * kAbsorbedLatent);
       total.x = fmaf(weight[i], x.x, total.x);
       total.y = fmaf(weight[i], x.y, total.y);
@@ -378,7 +388,7 @@ __global__ void __launch_bounds__(kFinishRowThreads)
       total.w = fmaf(weight[i], x.w, total.w);
     }
     const float scale = 1.0f / sum;
-    *reinterpret_cast<float4*>(latent + half * kAbsorbedLatent + column) = {total.x * scale, total.y * scale,
+    *reinterpret_cast<float4*>(latent + part * kAbsorbedLatent + column) = {total.x * scale, total.y * scale,
                                                                             total.z * scale, total.w * scale};
   }
   __syncthreads();
@@ -389,7 +399,9 @@ __global__ void __launch_bounds__(kFinishRowThreads)
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int c = 256 * half + 8 * lane + i;
-      x[i] = latent[c] + latent[kAbsorbedLatent + c];
+      x[i] = latent[c];
+#pragma unroll
+      for (int part = 1; part < kFinishRowParts; ++part) x[i] += latent[part * kAbsorbedLatent + c];
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

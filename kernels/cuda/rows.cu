@@ -13,7 +13,7 @@ void CopyRows(const MatrixView& from, const int32_t* index, const MatrixView& ou
   shape.grid = dim3(static_cast<unsigned>(out.rows));
   shape.block = dim3(static_cast<unsigned>(std::min<int64_t>(512, RoundUp(CeilDiv(out.cols, wide ? kWide : 1), 32))));
   auto* kernel = wide ? &CopyRowsKernel<From, To, kWide> : &CopyRowsKernel<From, To, 1>;
-  Launch(kernel, shape, queue, name, AsMatrix<const From>(from), index, static_cast<int>(out.cols), AsMatrix<To>(out));
+  Launch(kernel, shape, queue, name, index, AsMatrix<const From>(from), static_cast<int>(out.cols), AsMatrix<To>(out));
 }
 
 template <typename From, typename To>
@@ -53,12 +53,15 @@ void BeginStep(const Device&, const BeginStepParams& params, cudaStream_t queue)
   K3_REQUIRE(params.num_tokens == 0 || params.tokens != nullptr, "tokens is null");
   K3_REQUIRE(params.packed_table == nullptr || (params.packed_stride != nullptr && params.table != nullptr),
              "packed_stride or table is null");
-  // The stride is not known here: enough blocks for a long context, few enough to cost nothing.
-  const int64_t work = std::max(params.num_tokens, params.packed_table != nullptr ? params.sequences * 128 : 0);
-  if (work == 0) return;
+  const int64_t rows = params.packed_table != nullptr ? params.sequences : 0;
+  const int64_t longest = std::max(params.num_tokens, rows > 0 ? params.table_stride : 0);
+  if (longest == 0) return;
+  K3_REQUIRE(rows <= 65535, "at most 65535 sequences, are " + std::to_string(rows));
+  // The packed stride is not known here: enough blocks for a long context, few enough to cost nothing.
   LaunchShape shape;
   shape.block = dim3(256);
-  shape.grid = dim3(static_cast<unsigned>(std::min<int64_t>(CeilDiv(work, 256), 128)));
+  shape.grid = dim3(static_cast<unsigned>(std::min(CeilDiv(longest, 256), CeilDiv(1024, std::max<int64_t>(rows, 1)))),
+                    static_cast<unsigned>(std::max<int64_t>(rows, 1)));
   Launch(&BeginStepKernel, shape, queue, "BeginStep", params);
 }
 

@@ -8,7 +8,8 @@ namespace k3::cuda {
 
 // out[i] = from[index[i]], N elements a thread and step.
 template <typename From, typename To, int N>
-__global__ void CopyRowsKernel(Matrix<const From> from, const int32_t* __restrict__ index, int cols, Matrix<To> out) {
+__global__ void CopyRowsKernel(Awaited<const int32_t*> awaited, Matrix<const From> from, int cols, Matrix<To> out) {
+  const int32_t* index = awaited.Wait();
   const From* source = from.Row(index[blockIdx.x]);
   To* target = out.Row(blockIdx.x);
   for (int c = threadIdx.x * N; c < cols; c += blockDim.x * N) {
@@ -18,19 +19,21 @@ __global__ void CopyRowsKernel(Matrix<const From> from, const int32_t* __restric
   }
 }
 
-// See BeginStepParams.
+// See BeginStepParams. Grid (parts of a row, rows of the table; the first row's blocks also do the tokens).
 __global__ void BeginStepKernel(BeginStepParams p) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t t = first; t < p.num_tokens; t += step) {
-    const int token = p.tokens[t];
-    if (token < 0) p.tokens[t] = max(0, p.drawn[-1 - token]);
+  const int first = blockIdx.x * blockDim.x + threadIdx.x;
+  const int step = gridDim.x * blockDim.x;
+  if (blockIdx.y == 0) {
+    for (int64_t t = first; t < p.num_tokens; t += step) {
+      const int token = p.tokens[t];
+      if (token < 0) p.tokens[t] = max(0, p.drawn[-1 - token]);
+    }
   }
-  if (p.packed_table == nullptr) return;
-  const int64_t stride = *p.packed_stride;
-  for (int64_t i = first; i < p.sequences * stride; i += step) {
-    p.table[i / stride * p.table_stride + i % stride] = p.packed_table[i];
-  }
+  if (p.packed_table == nullptr || blockIdx.y >= p.sequences) return;
+  const int stride = *p.packed_stride;
+  const int* from = p.packed_table + static_cast<int64_t>(blockIdx.y) * stride;
+  int* to = p.table + blockIdx.y * p.table_stride;
+  for (int i = first; i < stride; i += step) to[i] = from[i];
 }
 
 // The same from one rank's share of an embedding table: rows of the other ranks come out as zeros.

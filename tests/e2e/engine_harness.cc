@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 #include <random>
+#include <stdexcept>
+#include <string>
 
 #include "kernels/core/check.h"
 
@@ -96,7 +98,8 @@ EngineHarness::EngineHarness(TestModel& model, EngineConfig config, StepMode mod
   executor_ = *std::move(executor);
   if (model.ops().can_capture() && !mode_.decode_sizes.empty()) {
     const absl::StatusOr<WarmUpReport> report = executor_->WarmUp();
-    K3_CHECK(report.ok() && report->graphs > 0);
+    if (!report.ok()) throw std::runtime_error(std::string(report.status().message()));
+    if (report->graphs == 0) throw std::runtime_error("warm-up captured no decode step");
   }
 }
 

@@ -1,0 +1,74 @@
+#pragma once
+
+#include "kernels/cuda/awaited.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/math.cuh"
+
+// Products of a handful of rows, bound by the weights' way from memory. A warp owns an output column: it sets out for
+// the first kSteps * 256 of its weights before the kernels ahead have ended, and for inputs after. c[r][n] does not
+// depend on the number of rows.
+namespace k3::cuda {
+
+constexpr int kVectorThreads = 128;
+constexpr int kVectorWarps = kVectorThreads / 32;
+constexpr int kVectorMaxRows = 4;
+constexpr int kVectorStep = 256;  // inputs of a warp's step, 8 a lane
+
+template <typename Out>
+struct VectorGemmArgs {
+  Matrix<const bf16> a;  // [m, k]
+  Matrix<Out> c;         // [m, n]
+  int m;
+  bool accumulate;
+};
+
+// kRows >= m: rows beyond m repeat the last.
+template <int kRows, int kSteps, typename Out>
+__global__ void __launch_bounds__(kVectorThreads)
+    VectorGemmKernel(Awaited<VectorGemmArgs<Out>> awaited, const bf16* weights, int64_t ld, int n, int k) {
+  const int lane = threadIdx.x % 32;
+  const int column = blockIdx.x * kVectorWarps + threadIdx.x / 32;
+  const bf16* from = weights + min(column, n - 1) * ld + 8 * lane;
+  uint4 w[kSteps];
+  const auto fetch = [&](int base) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      w[s] = uint4{0, 0, 0, 0};
+      if (base + kVectorStep * s + 8 * lane < k) w[s] = LoadStreaming16(from + base + kVectorStep * s);
+    }
+  };
+  fetch(0);
+  const VectorGemmArgs<Out>& args = awaited.Wait();
+  const bf16* a[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) a[r] = args.a.Row(min(r, args.m - 1)) + 8 * lane;
+  float sum[kRows] = {};
+  for (int base = 0; base < k; base += kVectorStep * kSteps) {
+    if (base > 0) fetch(base);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if (base + kVectorStep * s + 8 * lane >= k) continue;
+      const uint32_t weight[4] = {w[s].x, w[s].y, w[s].z, w[s].w};
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const uint4 x = *reinterpret_cast<const uint4*>(a[r] + base + kVectorStep * s);
+        const uint32_t input[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sum[r] = fmaf(LowBf16(input[i]), LowBf16(weight[i]), sum[r]);
+          sum[r] = fmaf(HighBf16(input[i]), HighBf16(weight[i]), sum[r]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) sum[r] = WarpSum(sum[r]);
+  if (column >= n || lane >= args.m) return;
+  float total = sum[0];
+#pragma unroll
+  for (int r = 1; r < kRows; ++r) total = lane == r ? sum[r] : total;
+  Out* to = args.c.Row(lane) + column;
+  *to = FromFloat<Out>(args.accumulate ? total + ToFloat(*to) : total);
+}
+
+}  // namespace k3::cuda
