@@ -36,7 +36,12 @@ TEST_P(GemmTest, MatchesTheOracleForEveryWeightTypeAndShape) {
                                            {13, 257, 130},
                                            {16, 256, 100},
                                            {49, 48, 65},
-                                           {100, 20, 40}}) {
+                                           {100, 20, 40},
+                                           // A few rows against wide weights.
+                                           {1, 2304, 37},
+                                           {2, 520, 41},
+                                           {3, 4104, 35},
+                                           {4, 1024, 18}}) {
     for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
       const std::vector<float> x = Round(random.Normal(s.rows * s.in), act());
       const std::vector<float> w = Round(random.Normal(s.out * s.in), dtype);
@@ -72,21 +77,23 @@ TEST_P(GemmTest, StacksPartsAndReadsColumnShards) {
 
 TEST_P(GemmTest, AccumulatesAndWritesColumnSlices) {
   Random random(3);
-  const int64_t rows = 6, in = 50, out = 70;
-  const std::vector<float> x = Round(random.Normal(rows * in), act());
-  const std::vector<float> w = Round(random.Normal(out * in), DType::kBF16);
-  const std::vector<float> start = Round(random.Normal(rows * 100), act());
-  const OwnedTensor tensor = MakeTensor(w, DType::kBF16, {out, in});
-  const std::unique_ptr<LinearWeight> weight = ops().MakeLinear({&tensor.tensor, 1});
-  const DeviceMatrix input(ops(), act(), rows, in, x);
-  const DeviceMatrix wide(ops(), act(), rows, 100, start);
-  ops().Linear({input, weight.get(), wide.view().Columns(16, out), true}, ops().stream());
-  oracle::Doubles expected = oracle::ToDouble(start);
-  const oracle::Doubles product = oracle::Linear(oracle::ToDouble(x), w, rows, in, out);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < out; ++c) expected[r * 100 + 16 + c] += product[r * out + c];
+  for (const auto& [rows, in] : std::vector<std::pair<int64_t, int64_t>>{{6, 50}, {1, 2312}, {3, 136}}) {
+    const int64_t out = 70;
+    const std::vector<float> x = Round(random.Normal(rows * in), act());
+    const std::vector<float> w = Round(random.Normal(out * in), DType::kBF16);
+    const std::vector<float> start = Round(random.Normal(rows * 100), act());
+    const OwnedTensor tensor = MakeTensor(w, DType::kBF16, {out, in});
+    const std::unique_ptr<LinearWeight> weight = ops().MakeLinear({&tensor.tensor, 1});
+    const DeviceMatrix input(ops(), act(), rows, in, x);
+    const DeviceMatrix wide(ops(), act(), rows, 100, start);
+    ops().Linear({input, weight.get(), wide.view().Columns(16, out), true}, ops().stream());
+    oracle::Doubles expected = oracle::ToDouble(start);
+    const oracle::Doubles product = oracle::Linear(oracle::ToDouble(x), w, rows, in, out);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < out; ++c) expected[r * 100 + 16 + c] += product[r * out + c];
+    }
+    ExpectClose(wide.Get(), expected, tolerance());
   }
-  ExpectClose(wide.Get(), expected, tolerance());
 }
 
 TEST_P(GemmTest, WritesF32WhateverTheActivationType) {
