@@ -15,8 +15,7 @@ __device__ __forceinline__ float Activate(const ActivationSpec& spec, float gate
 
 // out[t][c] = f(gate_up[t][c], gate_up[t][cols + c]); grid (rows, packs of columns).
 template <typename T, int N>
-__global__ void GatedActivationKernel(Awaited<Matrix<const T>> awaited, ActivationSpec spec, int cols, Matrix<T> out) {
-  const Matrix<const T>& gate_up = awaited.Wait();
+__global__ void GatedActivationKernel(Matrix<const T> gate_up, ActivationSpec spec, int cols, Matrix<T> out) {
   const int c = (blockIdx.y * blockDim.x + threadIdx.x) * N;
   if (c >= cols) return;
   const T* row = gate_up.Row(blockIdx.x);

@@ -66,8 +66,7 @@ constexpr int kAttnResSums = 24;      // two sums a source, whole groups of them
 
 // kSources: sources held (>= args.sources). Each thread owns one pack of N columns, so blockDim.x * N >= cols.
 template <typename T, int kSources>
-__global__ void __launch_bounds__(kAttnResThreads, 1) AttnResKernel(Awaited<AttnResArgs<T>> awaited) {
-  const AttnResArgs<T>& args = awaited.Wait();
+__global__ void __launch_bounds__(kAttnResThreads, 1) AttnResKernel(AttnResArgs<T> args) {
   constexpr int N = kPack<T>;
   constexpr int kSums = kAttnResSums;
   static_assert(2 * kSources <= kSums);

@@ -38,11 +38,7 @@ void ForRows(const GemmArgs& args, cudaStream_t queue) {
 }  // namespace
 
 bool TakesVectorGemm(const GemmArgs& args) {
-  static const bool on = [] {
-    const char* value = std::getenv("K3_VECTOR_GEMM");
-    return value == nullptr || std::strcmp(value, "0") != 0;
-  }();
-  return on && args.in == DType::kBF16 && args.batch == 1 && !args.b_is_k_by_n && args.m <= kVectorMaxRows &&
+  return args.in == DType::kBF16 && args.batch == 1 && !args.b_is_k_by_n && args.m <= kVectorMaxRows &&
          args.k % 8 == 0 && args.lda % 8 == 0 && args.ldb % 8 == 0 && Aligned(args.a, 16) && Aligned(args.b, 16) &&
          args.n * args.k <= kMostWeights;
 }

@@ -1,12 +1,10 @@
 #pragma once
 
-#include "kernels/cuda/awaited.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/math.cuh"
 
-// Products of a handful of rows, bound by the weights' way from memory. A warp owns an output column: it sets out for
-// the first kSteps * 256 of its weights before the kernels ahead have ended, and for inputs after. c[r][n] does not
-// depend on the number of rows.
+// Products of a handful of rows, bound by the weights' way from memory. A warp owns an output column and has
+// kSteps * 256 of its weights on their way at once. c[r][n] does not depend on the number of rows.
 namespace k3::cuda {
 
 constexpr int kVectorThreads = 128;
@@ -25,7 +23,7 @@ struct VectorGemmArgs {
 // kRows >= m: rows beyond m repeat the last.
 template <int kRows, int kSteps, typename Out>
 __global__ void __launch_bounds__(kVectorThreads)
-    VectorGemmKernel(Awaited<VectorGemmArgs<Out>> awaited, const bf16* weights, int64_t ld, int n, int k) {
+    VectorGemmKernel(VectorGemmArgs<Out> args, const bf16* weights, int64_t ld, int n, int k) {
   const int lane = threadIdx.x % 32;
   const int column = blockIdx.x * kVectorWarps + threadIdx.x / 32;
   const bf16* from = weights + min(column, n - 1) * ld + 8 * lane;
@@ -38,7 +36,6 @@ __global__ void __launch_bounds__(kVectorThreads)
     }
   };
   fetch(0);
-  const VectorGemmArgs<Out>& args = awaited.Wait();
   const bf16* a[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) a[r] = args.a.Row(min(r, args.m - 1)) + 8 * lane;

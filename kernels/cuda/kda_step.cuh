@@ -1,6 +1,5 @@
 #pragma once
 
-#include "kernels/cuda/awaited.cuh"
 #include "kernels/cuda/kda_common.cuh"
 
 // The fused KDA step for sequences of few tokens: convolution, norms, gates, recurrence and gated norm in one launch,
@@ -45,9 +44,7 @@ struct KdaStepInput {
 
 // Sequences of more than max_tokens are left alone.
 template <typename T, typename StateT>
-__global__ void __launch_bounds__(kStepThreads, 1)
-    KdaStepKernel(Awaited<KdaParams> awaited, SequenceBatch batch, int max_tokens) {
-  const KdaParams& p = awaited.Wait();
+__global__ void __launch_bounds__(kStepThreads, 1) KdaStepKernel(KdaParams p, SequenceBatch batch, int max_tokens) {
   using Shared = KdaStepShared<StateT>;
   Shared& s = *DynamicShared<Shared>();
   constexpr uint32_t kStateBytes = kStepDim * kStepDim * sizeof(StateT);

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "kernels/core/tensor.h"
-#include "kernels/cuda/awaited.cuh"
 #include "kernels/cuda/device.h"
 
 // Grid arithmetic and the one way in which kernels are launched: with the error checked and named.
@@ -24,8 +23,7 @@ struct LaunchShape {
   unsigned cluster = 1;  // blocks along x that form a cluster
 };
 
-// Launches `kernel` and checks the launch; early where its first parameter is an Awaited. Asynchronous errors surface
-// at the next synchronization.
+// Launches `kernel` and checks the launch. Asynchronous errors surface at the next synchronization.
 template <typename... Params, typename... Args>
 void Launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream, const char* name,
             Args&&... args) {
@@ -38,15 +36,12 @@ void Launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t st
   config.blockDim = shape.block;
   config.dynamicSmemBytes = shape.shared;
   config.stream = stream;
-  cudaLaunchAttribute attribute[2];
-  config.attrs = attribute;
+  cudaLaunchAttribute attribute[1];
   if (shape.cluster > 1) {
-    attribute[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-    attribute[config.numAttrs++].val.clusterDim = {shape.cluster, 1, 1};
-  }
-  if (kStartsEarly<Params...> && DependentLaunch()) {
-    attribute[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    attribute[0].id = cudaLaunchAttributeClusterDimension;
+    attribute[0].val.clusterDim = {shape.cluster, 1, 1};
+    config.attrs = attribute;
+    config.numAttrs = 1;
   }
   Check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), name);
 }

@@ -99,7 +99,7 @@ void Append(const MlaAppendParams& p, cudaStream_t queue) {
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(CeilDiv(p.batch->num_tokens, kAppendWarps)));
   shape.block = dim3(32 * kAppendWarps);
-  void (*kernel)(Awaited<MlaAppendParams>, SequenceBatch) =
+  void (*kernel)(MlaAppendParams, SequenceBatch) =
       p.pages.dtype == DType::kBF16 ? &MlaAppendKernel<T, bf16> : &MlaAppendKernel<T, float>;
   Launch(kernel, shape, queue, "MlaAppend", p, *p.batch);
 }
@@ -171,8 +171,7 @@ void AttendVectors(const Device& device, const MlaAttentionParams& p, const Cuda
          {.grid = dim3(heads, tokens),
           .block = dim3(kFinishRowThreads),
           .shared = (kFinishRowParts * kAbsorbedLatent + args.splits) * sizeof(float)},
-         queue, "MlaFinishRow", args, *p.batch, kv_b, head_rows, p.nope_dim, AsMatrix<const bf16>(p.gate),
-         AsMatrix<bf16>(p.out));
+         queue, "MlaFinishRow", args, *p.batch, kv_b, head_rows, AsMatrix<const bf16>(p.gate), AsMatrix<bf16>(p.out));
 }
 
 // Rows of packed tokens [begin, end) in tiles that never hold two sequences.

@@ -87,8 +87,7 @@ constexpr int kAppendWarps = 4;
 
 // One warp a token: norm of the latent, rope part as it is.
 template <typename T, typename PageT>
-__global__ void MlaAppendKernel(Awaited<MlaAppendParams> awaited, SequenceBatch batch) {
-  const MlaAppendParams& p = awaited.Wait();
+__global__ void MlaAppendKernel(MlaAppendParams p, SequenceBatch batch) {
   const int lane = threadIdx.x % 32;
   const int token = blockIdx.x * kAppendWarps + threadIdx.x / 32;
   if (token >= batch.num_tokens) return;
@@ -173,8 +172,7 @@ __global__ void MlaAnyKernel(MlaAttentionParams p, SequenceBatch batch, MlaRows 
 
 // out *= sigmoid(gate); grid (rows, columns / blockDim).
 template <typename T>
-__global__ void MlaGateKernel(Awaited<Matrix<const T>> awaited, int cols, Matrix<T> out) {
-  const Matrix<const T>& gate = awaited.Wait();
+__global__ void MlaGateKernel(Matrix<const T> gate, int cols, Matrix<T> out) {
   const int c = blockIdx.y * blockDim.x + threadIdx.x;
   if (c >= cols) return;
   T* target = out.Row(blockIdx.x) + c;

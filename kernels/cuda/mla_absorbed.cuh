@@ -47,9 +47,7 @@ __device__ __forceinline__ int AbsorbedSplitKeys(int keys, int splits) {
 }
 
 // Grid (tiles, splits).
-__global__ void __launch_bounds__(kAbsorbedThreads, 1)
-    MlaAbsorbedKernel(Awaited<AbsorbedArgs> awaited, SequenceBatch batch) {
-  const AbsorbedArgs& args = awaited.Wait();
+__global__ void __launch_bounds__(kAbsorbedThreads, 1) MlaAbsorbedKernel(AbsorbedArgs args, SequenceBatch batch) {
   AbsorbedShared& s = *DynamicShared<AbsorbedShared>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / 4;
   if (warp == 0) {
@@ -235,9 +233,7 @@ __device__ __forceinline__ int AbsorbedSplits(const AbsorbedArgs& args, const Se
 constexpr int kCombineThreads = 128;
 
 // latent_out[row] = sum over splits of their outputs, weighted by their share of the softmax. Grid (64, tiles).
-__global__ void __launch_bounds__(kCombineThreads)
-    MlaCombineKernel(Awaited<AbsorbedArgs> awaited, SequenceBatch batch) {
-  const AbsorbedArgs& args = awaited.Wait();
+__global__ void __launch_bounds__(kCombineThreads) MlaCombineKernel(AbsorbedArgs args, SequenceBatch batch) {
   float* weight = DynamicShared<float>();  // [splits], then the tile
   MlaTile& shared_tile = *reinterpret_cast<MlaTile*>(weight + args.splits);
   const int lane = threadIdx.x % 32;
@@ -286,8 +282,8 @@ constexpr int kLatentColumns = 128;  // of a block
 // latent_q[row] = q_nope Wuk. Grid (heads, tokens, latent / kLatentColumns): thread (group, octet) takes 16 inputs of 8
 // columns.
 __global__ void __launch_bounds__(kLatentThreads)
-    MlaLatentQueryKernel(Awaited<Matrix<const bf16>> awaited, int query_dim, const bf16* kv_b, int head_rows,
-                         int token_begin, bf16* latent_q) {
+    MlaLatentQueryKernel(Matrix<const bf16> q, int query_dim, const bf16* kv_b, int head_rows, int token_begin,
+                         bf16* latent_q) {
   constexpr int kNope = 128, kGroups = 8;
   float* sums = DynamicShared<float>();  // [kGroups][kLatentColumns]
   const int head = blockIdx.x, octet = threadIdx.x % 16, group = threadIdx.x / 16;
@@ -297,7 +293,6 @@ __global__ void __launch_bounds__(kLatentThreads)
   uint4 w[kNope / kGroups];
 #pragma unroll
   for (int k = 0; k < kNope / kGroups; ++k) w[k] = LoadStreaming16(weights + k * kAbsorbedLatent);
-  const Matrix<const bf16>& q = awaited.Wait();
   const bf16* query = q.Row(token_begin + blockIdx.y) + head * query_dim + group * (kNope / kGroups);
   float sum[8] = {};
 #pragma unroll
@@ -326,17 +321,17 @@ constexpr int kFinishRowParts = kFinishRowThreads / 128;  // each takes every kF
 // out = (combined splits) Wuv^T times the gate, if there is one. Grid (heads, tokens); args.rows.tiles_per_sequence >
 // 0.
 __global__ void __launch_bounds__(kFinishRowThreads)
-    MlaFinishRowKernel(Awaited<AbsorbedArgs> awaited, SequenceBatch batch, const bf16* kv_b, int head_rows,
-                       int nope_dim, Matrix<const bf16> gate, Matrix<bf16> out) {
+    MlaFinishRowKernel(AbsorbedArgs args, SequenceBatch batch, const bf16* kv_b, int head_rows, Matrix<const bf16> gate,
+                       Matrix<bf16> out) {
   constexpr int kValue = 128, kWarps = kFinishRowThreads / 32, kRows = kValue / kWarps;
   float* latent = DynamicShared<float>();                      // [parts][512]
   float* weight = latent + kFinishRowParts * kAbsorbedLatent;  // [splits]
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int head = blockIdx.x;
-  // The weights of the warp's rows are on their way while the keys are attended and the splits are combined.
+  const int head = blockIdx.x, token = args.rows.token_begin + blockIdx.y;
+  // The weights of the warp's rows are on their way while the splits are combined.
   uint4 w[kRows][2];
   const bf16* weights =
-      kv_b + (static_cast<int64_t>(head) * head_rows + nope_dim + warp * kRows) * kAbsorbedLatent + 8 * lane;
+      kv_b + (static_cast<int64_t>(head) * head_rows + args.nope_dim + warp * kRows) * kAbsorbedLatent + 8 * lane;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -344,8 +339,6 @@ __global__ void __launch_bounds__(kFinishRowThreads)
       w[r][half] = LoadStreaming16(weights + r * kAbsorbedLatent + 256 * half);
     }
   }
-  const AbsorbedArgs& args = awaited.Wait();
-  const int token = args.rows.token_begin + blockIdx.y;
   const int sequence = batch.sequence_of_token[token];
   MlaTile tile{};
   const int rows = MlaSequenceRows(args.rows, batch, sequence, tile.row);

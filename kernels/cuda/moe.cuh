@@ -26,9 +26,7 @@ struct MoePlan {
 };
 
 // One block. Shared memory: [experts] counters, 33 ints.
-__global__ void MoePlanKernel(Awaited<const int32_t*> awaited, int pairs, int top_k, int first, int experts,
-                              MoePlan plan) {
-  const int32_t* ids = awaited.Wait();
+__global__ void MoePlanKernel(const int32_t* ids, int pairs, int top_k, int first, int experts, MoePlan plan) {
   int* counter = DynamicShared<int>();
   int* shared = counter + experts;
   for (int e = threadIdx.x; e < experts; e += blockDim.x) counter[e] = 0;

@@ -98,8 +98,7 @@ struct Mxfp4Stream {
 // tiles of a block: more of them take better advantage of the inputs, which all come through L1. Grid (weight rows /
 // (16 kTiles), experts that may have picks).
 template <typename Weights, int kTokens, int kTiles, bool kUp>
-__global__ void __launch_bounds__(kStreamThreads, 2) MoeStreamKernel(Awaited<StreamArgs> awaited, Weights weights) {
-  const StreamArgs& args = awaited.Wait();
+__global__ void __launch_bounds__(kStreamThreads, 2) MoeStreamKernel(StreamArgs args, Weights weights) {
   float4* partial = DynamicShared<float4>();  // [warps][kTiles][kTokens][32]
   if (static_cast<int>(blockIdx.y) >= *args.plan.active_count) return;
   const int expert = args.plan.active[blockIdx.y];

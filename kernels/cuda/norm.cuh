@@ -10,9 +10,8 @@ namespace k3::cuda {
 // With kHeld every thread owns at most one pack, so the row is read once; otherwise it is read again from L1/L2.
 // `out` may be `stream` itself: a thread writes only what it has read.
 template <typename T, int N, bool kAdd, bool kHeld>
-__global__ void AddRmsNormKernel(Awaited<Matrix<T>> awaited, Matrix<const T> delta, const float* __restrict__ weight,
-                                 float eps, int cols, Matrix<T> out) {
-  const Matrix<T>& stream = awaited.Wait();
+__global__ void AddRmsNormKernel(Matrix<T> stream, Matrix<const T> delta, const float* __restrict__ weight, float eps,
+                                 int cols, Matrix<T> out) {
   float* partial = DynamicShared<float>();  // one a warp
   T* row = stream.Row(blockIdx.x);
   const T* add = kAdd ? delta.Row(blockIdx.x) : nullptr;

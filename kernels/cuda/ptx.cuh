@@ -18,15 +18,6 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// --- the kernels ahead in the stream, see awaited.cuh ---
-
-// From here on the next kernel may start, once all blocks of this one have come here.
-__device__ __forceinline__ void GridDependencyRelease() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-// Waits until the kernels ahead have ended and their writes are visible.
-__device__ __forceinline__ void GridDependencyWait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // --- asynchronous copies of 16 bytes to shared memory ---
 
 // With `valid` false the 16 bytes become zero and `global` is not read (it must still be a mapped address).

@@ -1,6 +1,5 @@
 #pragma once
 
-#include "kernels/cuda/awaited.cuh"
 #include "kernels/cuda/math.cuh"
 #include "kernels/cuda/ptx.cuh"
 #include "kernels/op_params.h"
@@ -24,8 +23,7 @@ __device__ __forceinline__ int WarpBest(uint32_t key, int id) {
 }
 
 // One warp a token (spec 3.6).
-__global__ void RouterTopKKernel(Awaited<RouterTopKParams> awaited) {
-  const RouterTopKParams& p = awaited.Wait();
+__global__ void RouterTopKKernel(RouterTopKParams p) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kRouterWarps + warp;

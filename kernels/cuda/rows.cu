@@ -13,7 +13,7 @@ void CopyRows(const MatrixView& from, const int32_t* index, const MatrixView& ou
   shape.grid = dim3(static_cast<unsigned>(out.rows));
   shape.block = dim3(static_cast<unsigned>(std::min<int64_t>(512, RoundUp(CeilDiv(out.cols, wide ? kWide : 1), 32))));
   auto* kernel = wide ? &CopyRowsKernel<From, To, kWide> : &CopyRowsKernel<From, To, 1>;
-  Launch(kernel, shape, queue, name, index, AsMatrix<const From>(from), static_cast<int>(out.cols), AsMatrix<To>(out));
+  Launch(kernel, shape, queue, name, AsMatrix<const From>(from), index, static_cast<int>(out.cols), AsMatrix<To>(out));
 }
 
 template <typename From, typename To>

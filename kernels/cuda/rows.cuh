@@ -8,8 +8,7 @@ namespace k3::cuda {
 
 // out[i] = from[index[i]], N elements a thread and step.
 template <typename From, typename To, int N>
-__global__ void CopyRowsKernel(Awaited<const int32_t*> awaited, Matrix<const From> from, int cols, Matrix<To> out) {
-  const int32_t* index = awaited.Wait();
+__global__ void CopyRowsKernel(Matrix<const From> from, const int32_t* __restrict__ index, int cols, Matrix<To> out) {
   const From* source = from.Row(index[blockIdx.x]);
   To* target = out.Row(blockIdx.x);
   for (int c = threadIdx.x * N; c < cols; c += blockDim.x * N) {
