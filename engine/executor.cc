@@ -69,6 +69,7 @@ Executor::Executor(const Model& model, Ops& ops, const StepBounds& bounds, const
     const size_t table = static_cast<size_t>(largest) * static_cast<size_t>(table_stride_) * sizeof(int32_t);
     Reserve(decode_input_, static_cast<size_t>(largest) * 256 + table + kDecodeExtraBytes, /*keep=*/false);
     decode_table_ = static_cast<int32_t*>(ops_.Allocate(table));
+    ops_.Fill(decode_table_, 0xFF, table, ops_.stream());  // no pages; a step spreads only as many columns as it has
   }
   for (int mark = 0; mark < kMarks; ++mark) {
     begun_[mark] = ops_.MakeEvent();
@@ -211,7 +212,8 @@ const Executor::DecodeSize* Executor::CommonSize(const StepPlan& step) const {
   if (size == decode_sizes_.end()) return nullptr;
   for (const RankPlan& plan : step.ranks) {
     if (plan.tokens.empty()) continue;
-    if (!size->inputs.Takes(plan) || static_cast<size_t>(plan.max_top_logprobs) > kDecodeTop ||
+    if (!size->inputs.Takes(plan) || plan.page_table_stride > table_stride_ ||
+        static_cast<size_t>(plan.max_top_logprobs) > kDecodeTop ||
         size->inputs.PackedBytes(plan) > decode_input_.capacity) {
       return nullptr;
     }

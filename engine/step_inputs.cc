@@ -4,6 +4,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "kernels/core/check.h"
+
 namespace k3 {
 namespace {
 
@@ -34,6 +36,13 @@ class Packer {
   char* device_;
   size_t used_ = 0;
 };
+
+// Padding looks at the first page of its row: even a plan of no sequences has that column, which says that there is
+// none.
+size_t TableColumns(const RankPlan& plan) {
+  K3_CHECK(plan.page_table_stride > 0 || plan.context.empty());
+  return static_cast<size_t>(std::max(plan.page_table_stride, 1));
+}
 
 DeviceInputs PackAll(const RankPlan& plan, Packer& packer) {
   DeviceInputs in;
@@ -114,7 +123,7 @@ bool PaddedInputs::Takes(const RankPlan& plan) const {
 
 PaddedInputs::Tail PaddedInputs::TailOf(const RankPlan& plan) const {
   // Edits and masks are addressed from the start of the block: their offsets are whole numbers of entries.
-  const size_t stride = static_cast<size_t>(plan.page_table_stride);
+  const size_t stride = TableColumns(plan);
   const size_t mask_bytes = static_cast<size_t>(mask_words_) * sizeof(uint32_t);
   const size_t table_end = used_ + static_cast<size_t>(size_) * stride * sizeof(int32_t);
   Tail tail;
@@ -132,7 +141,7 @@ size_t PaddedInputs::PackedBytes(const RankPlan& plan) const { return TailOf(pla
 
 std::optional<size_t> PaddedInputs::Pack(const RankPlan& plan, void* host, size_t capacity) const {
   const size_t live = plan.context.size(), size = static_cast<size_t>(size_);
-  const size_t stride = static_cast<size_t>(plan.page_table_stride);
+  const size_t stride = TableColumns(plan);
   const size_t mask_bytes = static_cast<size_t>(mask_words_) * sizeof(uint32_t);
   const Tail tail = TailOf(plan);
   const size_t first_edit = tail.first_edit, first_mask = tail.first_mask, end = tail.end;
@@ -144,7 +153,7 @@ std::optional<size_t> PaddedInputs::Pack(const RankPlan& plan, void* host, size_
     std::copy(values.begin(), values.end(), array(offset));
     std::fill(array(offset) + values.size(), array(offset) + size, padding);
   };
-  array(header_)[0] = plan.page_table_stride;
+  array(header_)[0] = static_cast<int32_t>(stride);
   array(header_)[1] = static_cast<int32_t>(live);
   put(tokens_, plan.tokens, 0);
   std::iota(array(token_begin_), array(token_begin_) + size + 1, 0);

@@ -1,10 +1,15 @@
 #include <gtest/gtest.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "engine/model/sequence_runner.h"
+#include "engine/step_inputs.h"
 #include "tests/e2e/engine_harness.h"
 #include "tests/testing/paths.h"
 
@@ -231,6 +236,42 @@ TEST(EngineCasesTest, B07PaddedStepsTouchNoForeignSlot) {
   ids.push_back(harness.Submit(requests.back()));
   harness.RunAll();
   for (size_t i = 0; i < ids.size(); ++i) ExpectAlone(harness, ids[i], requests[i]);
+}
+
+// A warm-up is nothing but padding. Memory that is not fresh must not give it pages.
+TEST(EngineCasesTest, B07WarmUpTouchesNoPageAndNoSlot) {
+  mallopt(M_PERTURB, 0xFF);  // new memory holds the complement, zeros: page 0 to whoever reads it unwritten
+  EngineHarness harness(TinyModel(), Config(0, 64), {.decode_sizes = {1, 2, 4, 8}});
+  mallopt(M_PERTURB, 0);
+  CacheStorage& cache = harness.executor().cache();
+  const int32_t pages = harness.config().latent_pages;
+  const int32_t slots = harness.config().state_slots + harness.config().snapshot_slots;
+  for (int32_t page = 0; page < pages; ++page) cache.FillPage(PageId{page}, 0x5A);
+  for (int32_t slot = 0; slot < slots; ++slot) cache.FillSlot(StateSlot{slot}, 0x5A);
+  const absl::StatusOr<WarmUpReport> report = harness.executor().WarmUp();
+  ASSERT_TRUE(report.ok()) << report.status();
+  const int64_t page_bytes = CacheStorage::PageBytes(TinyModel().config(), cache.geometry());
+  const std::string page_memory(static_cast<const char*>(cache.PageData(PageId{0})),
+                                static_cast<size_t>(page_bytes * pages));
+  const std::string slot_memory(static_cast<const char*>(cache.SlotData(StateSlot{0})),
+                                static_cast<size_t>(cache.slot_stride() * slots));
+  EXPECT_EQ(page_memory.find_first_not_of('\x5A'), std::string::npos);
+  EXPECT_EQ(slot_memory.find_first_not_of('\x5A'), std::string::npos);
+}
+
+// A step of other groups' sequences: what a row of the table held before must not be left to the padding.
+TEST(EngineCasesTest, B07PlanOfNoSequencesGivesThePaddingNoPage) {
+  const PaddedInputs inputs(4, 100);
+  std::vector<char> block(4096, 1);
+  const std::optional<size_t> bytes = inputs.Pack(RankPlan(), block.data(), block.size());
+  ASSERT_TRUE(bytes.has_value());
+  EXPECT_EQ(*bytes, inputs.PackedBytes(RankPlan()));
+  const DeviceInputs in = inputs.At(block.data(), nullptr, 8);
+  ASSERT_EQ(*in.packed_stride, 1);
+  for (int row = 0; row < 4; ++row) {
+    EXPECT_EQ(in.packed_table[row], -1);
+    EXPECT_EQ(in.batch.state_slot[row], -1);
+  }
 }
 
 TEST(EngineCasesTest, B08ShortChunksLeaveSnapshotsAlone) {
