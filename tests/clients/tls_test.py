@@ -3,10 +3,12 @@
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import ssl
+import subprocess
 import tempfile
 import threading
 import time
@@ -17,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from certificates import Authority, read
 from grpc_stubs import service, service_grpc, token_spec
-from running_server import RunningServer, main
+from running_server import ROOT, RunningServer, main
 
 
 class TlsTest(unittest.TestCase):
@@ -141,6 +143,22 @@ class TlsTest(unittest.TestCase):
                     secure.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
                     self.assertTrue(secure.recv(1000).startswith(b"HTTP/1.1 200"))
                     session = secure.session
+        self.assertEqual(server.stop(), 0)
+
+    def test_probes_need_no_certificate_on_their_own_port(self):
+        server = self.start("--tls-client-ca", self.authority.cert, "--probe-port", "0")
+        port = re.search(r"probes are answered on http 127.0.0.1:(\d+)", self.log(server)).group(1)
+        for method, path, status in (("GET", "/health/ready", 200), ("GET", "/health/live", 200), ("GET", "/metrics", 200),
+                                     ("GET", "/version", 200), ("GET", "/v1/models", 404),
+                                     ("POST", "/v1/completions", 404), ("POST", "/health/ready", 405)):
+            probe = http.client.HTTPConnection("127.0.0.1", int(port), timeout=20)
+            probe.request(method, path)
+            self.assertEqual(probe.getresponse().status, status, path)
+            probe.close()
+        script = os.path.join(ROOT, "docker", "healthcheck.sh")
+        for variables, code in (({"K3SERVE_PROBE_PORT": port}, 0), ({"K3SERVE_PORT": server.http.split(":")[1]}, 1)):
+            self.assertEqual(subprocess.run(["bash", script], env={**os.environ, **variables},
+                                            capture_output=True).returncode, code)
         self.assertEqual(server.stop(), 0)
 
     def test_drain_waits_for_streams_over_tls(self):
