@@ -31,7 +31,7 @@ from grpc_stubs import chat_spec, service, service_grpc, token_spec
 from running_server import ROOT, RunningServer
 
 LIMIT = 180  # seconds that any one request may take
-FLAGS = ["--max-num-seqs", "8", "--max-queue", "64", "--latent-pages", "128", "--state-slots", "8", "--snapshot-slots",
+FLAGS = ["--max-num-seqs", "8", "--max-queue", "64", "--latent-pages", "100", "--state-slots", "8", "--snapshot-slots",
          "16", "--snapshot-interval", "128", "--shutdown-timeout", "20", "--log-level", "info"]
 TOOL = {"type": "function", "function": {
     "name": "run_command", "description": "Runs a shell command",
