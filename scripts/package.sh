@@ -25,14 +25,16 @@ while [ $# -gt 0 ]; do
   esac
 done
 
-# A DT_RPATH, not a DT_RUNPATH: it also holds for the libraries that a library needs.
+# A DT_RPATH, not a DT_RUNPATH: it also holds for the libraries that a library needs. The path goes through CMake's own
+# variable: in plain linker flags the shell that links would take $ORIGIN for a variable of its own.
 # shellcheck disable=SC2016  # $ORIGIN is for the dynamic loader
-link_flags='-Wl,-rpath,$ORIGIN/../lib -Wl,--disable-new-dtags'
+rpath='$ORIGIN/../lib'
+link_flags=-Wl,--disable-new-dtags
 if [ -z "$binary" ]; then
   # One folder per kind: the link flags differ from a developer's build.
   build_dir=build-package-$(echo "$cuda" | tr '[:upper:]' '[:lower:]')
   scripts/build.sh "$build_dir" k3serve -- -DCMAKE_BUILD_TYPE=Release -DK3_TESTS=OFF "-DK3_CUDA=$cuda" \
-    "-DCMAKE_EXE_LINKER_FLAGS=$link_flags"
+    "-DCMAKE_EXE_LINKER_FLAGS=$link_flags" "-DCMAKE_BUILD_RPATH=$rpath"
   binary=$build_dir/k3serve
 fi
 [ -x "$binary" ] || { echo "package: no program at $binary" >&2; exit 1; }
@@ -99,7 +101,7 @@ strays=$(env -i ldd "$out/bin/k3serve" | while read -r name arrow path _; do
   esac
 done)
 if [ -n "$strays" ]; then
-  echo "package: these libraries come from outside the package (was the program linked with $link_flags?):" >&2
+  echo "package: these libraries come from outside the package (was the program linked with the run path $rpath and $link_flags?):" >&2
   echo "$strays" >&2
   exit 1
 fi

@@ -145,11 +145,13 @@ class UnaryCall final : public GrpcGenerationCall, public grpc::ServerUnaryReact
  public:
   using GrpcGenerationCall::GrpcGenerationCall;
 
-  static grpc::ServerUnaryReactor* Start(GenerationService* generation, WorkerPool* pump, const ApiKeys& keys,
-                                         grpc::CallbackServerContext* context, const pb::GenerateRequest& request,
-                                         pb::GenerateResponse* response) {
+  static grpc::ServerUnaryReactor* Start(GenerationService* generation, WorkerPool* pump, GrpcCallList* list,
+                                         const ApiKeys& keys, grpc::CallbackServerContext* context,
+                                         const pb::GenerateRequest& request, pb::GenerateResponse* response) {
     auto call = std::make_shared<UnaryCall>("Generate", generation, pump, context);
     call->response_ = response;
+    call->list_ = list;
+    list->Add(call);
     call->Begin(keys, request.spec());
     return call.get();
   }
@@ -216,8 +218,12 @@ class UnaryCall final : public GrpcGenerationCall, public grpc::ServerUnaryReact
     if (ClaimFinish()) FinishCancelled();
   }
 
-  void OnDone() override { Release(); }
+  void OnDone() override {
+    list_->Remove(this);
+    Release();
+  }
 
+  GrpcCallList* list_ = nullptr;
   pb::GenerateResponse* response_ = nullptr;  // gRPC's; touched by whoever has claimed the finish
   pb::GenerateResponse reply_;
   AcceptedEvent accepted_;
@@ -226,7 +232,7 @@ class UnaryCall final : public GrpcGenerationCall, public grpc::ServerUnaryReact
 class GrpcGenerationService final : public pb::GenerationService::CallbackService {
  public:
   GrpcGenerationService(k3::GenerationService* generation, const ApiKeys* keys, const GrpcGenerationOptions& options)
-      : generation_(generation), keys_(keys), options_(options), pump_(options.pump_threads) {
+      : generation_(generation), keys_(keys), options_(options), calls_(options.calls), pump_(options.pump_threads) {
     sweeper_ = std::thread([this] { Sweep(); });
   }
 
@@ -241,7 +247,7 @@ class GrpcGenerationService final : public pb::GenerationService::CallbackServic
 
   grpc::ServerUnaryReactor* Generate(grpc::CallbackServerContext* context, const pb::GenerateRequest* request,
                                      pb::GenerateResponse* response) override {
-    return UnaryCall::Start(generation_, &pump_, *keys_, context, *request, response);
+    return UnaryCall::Start(generation_, &pump_, &calls_, *keys_, context, *request, response);
   }
 
   grpc::ServerWriteReactor<pb::StreamGenerateResponse>* StreamGenerate(

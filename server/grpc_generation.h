@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 
@@ -15,7 +16,8 @@ class GenerationService;
 struct GrpcGenerationOptions {
   // A stream whose reader takes nothing for this long is ended with RESOURCE_EXHAUSTED.
   std::chrono::milliseconds write_stall_limit{60000};
-  int pump_threads = 1;  // turn tokens into messages
+  int pump_threads = 1;              // turn tokens into messages
+  std::atomic<int>* calls = nullptr;  // counts calls from their start until gRPC is done with them; may be null
 };
 
 // k3serve.inference.v1.GenerationService on the callback API. One write per stream is in flight; what comes meanwhile

@@ -223,16 +223,20 @@ class GrpcGenerationCall : public std::enable_shared_from_this<GrpcGenerationCal
   bool drive_again_ = false;
 };
 
-// Calls that the stall sweeper looks at.
+// Calls in progress, for the stall sweeper and for a shutdown that lets them say their last words.
 class GrpcCallList {
  public:
+  explicit GrpcCallList(std::atomic<int>* count) : count_(count) {}
+
   void Add(const std::shared_ptr<GrpcGenerationCall>& call) {
     std::lock_guard lock(mutex_);
     calls_[call.get()] = call;
+    if (count_ != nullptr) count_->fetch_add(1);
   }
   void Remove(GrpcGenerationCall* call) {
     std::lock_guard lock(mutex_);
     calls_.erase(call);
+    if (count_ != nullptr) count_->fetch_sub(1);
   }
   std::vector<std::shared_ptr<GrpcGenerationCall>> All() {
     std::vector<std::shared_ptr<GrpcGenerationCall>> all;
@@ -244,6 +248,7 @@ class GrpcCallList {
   }
 
  private:
+  std::atomic<int>* const count_;
   std::mutex mutex_;
   std::unordered_map<GrpcGenerationCall*, std::weak_ptr<GrpcGenerationCall>> calls_;  // guarded by mutex_
 };

@@ -4,6 +4,7 @@
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 
+#include <atomic>
 #include <utility>
 #include <vector>
 
@@ -77,6 +78,7 @@ absl::Status Listen(const GrpcServerOptions& options, int port, ServerHealth* he
 }  // namespace
 
 struct GrpcServer::Impl {
+  std::atomic<int> calls{0};  // outlives the service that counts
   Listener main;
   Listener admin;
 };
@@ -94,6 +96,7 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOp
     GrpcGenerationOptions generation_options;
     generation_options.write_stall_limit = options.write_stall_limit;
     generation_options.pump_threads = options.pump_threads;
+    generation_options.calls = &impl->calls;
     impl->main.services.push_back(MakeGrpcGenerationService(generation, keys, generation_options));
     impl->main.services.push_back(MakeGrpcTokenizerService(generation, keys));
     impl->main.services.push_back(
@@ -113,6 +116,7 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOp
 
 int GrpcServer::port() const { return impl_->main.port; }
 int GrpcServer::admin_port() const { return impl_->admin.port; }
+int GrpcServer::calls() const { return impl_->calls.load(); }
 
 void GrpcServer::Shutdown(std::chrono::milliseconds grace) {
   const auto deadline = std::chrono::system_clock::now() + grace;

@@ -42,6 +42,9 @@ class GrpcServer {
   int port() const;
   int admin_port() const;
 
+  // Generation calls that gRPC is not yet done with: their status may still be on its way.
+  int calls() const;
+
   // Sends GOAWAY, lets calls end until then, cancels the rest and returns when all have ended.
   void Shutdown(std::chrono::milliseconds grace);
 

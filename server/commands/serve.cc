@@ -35,7 +35,8 @@ namespace k3 {
 namespace {
 
 constexpr auto kTick = std::chrono::milliseconds(100);
-constexpr auto kFlushTime = std::chrono::milliseconds(500);       // for last events on their way out
+constexpr auto kFlushTime = std::chrono::milliseconds(500);  // for last events on their way out
+constexpr auto kLastWords = std::chrono::seconds(2);
 constexpr auto kTransportGrace = std::chrono::milliseconds(200);  // for transports to say goodbye
 constexpr auto kFaultNotice = std::chrono::seconds(2);            // clients hear of a device fault before the exit
 constexpr double kSummarySeconds = 10;
@@ -293,11 +294,16 @@ class Server {
     WaitUntil(signals, start + lag, [] { return false; });
     WaitUntil(signals, limit, idle);
     host_->engine().StopAdmission();
-    if (!idle()) {
+    const bool aborts = !idle();
+    if (aborts) {
       spdlog::warn("--shutdown-timeout has passed: ending {} requests", generation_.active());
       generation_.AbortAll(absl::UnavailableError("the server is shutting down"));
       WaitUntil(signals, Clock::now() + kFlushTime, idle);
     }
+    // Last messages and refusals still on their way, on a busy machine for longer than the transports' own grace. A
+    // reader that takes nothing must not make an abort longer.
+    WaitUntil(signals, Clock::now() + (aborts ? kFlushTime : kLastWords),
+              [this] { return grpc_->calls() == 0 && (http_ == nullptr || http_->exchanges() == 0); });
     CloseListeners();
     spdlog::info("drained in {:.2f} s", std::chrono::duration<double>(Clock::now() - start).count());
   }

@@ -23,7 +23,8 @@ class RunningServer:
         self.process = subprocess.Popen(
             [binary, "serve", model, "--device", "cpu", *ports, *flags],
             stdout=subprocess.PIPE, stderr=self.log, text=True, env={**os.environ, **(env or {})},
-            preexec_fn=lambda: [resource.setrlimit(what, limit) for what, limit in (limits or {}).items()])
+            # Python code in the child needs a fork, which gRPC's threads in this process do not survive: only where asked.
+            preexec_fn=limits and (lambda: [resource.setrlimit(what, limit) for what, limit in limits.items()]))
         line = self.process.stdout.readline()
         match = re.match(r"k3serve ready http=(\S+) grpc=(\S+) admin=\S+ model=(\S+)", line)
         if not match:
