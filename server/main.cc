@@ -1,7 +1,12 @@
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <iostream>
+#include <new>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "server/commands/bench.h"
@@ -53,6 +58,32 @@ void PrintUsage(std::ostream& out) {
          "checkpoint,\n5 cannot bind, 6 no usable device, 70 device fault.\n";
 }
 
+// What no caller caught, in any thread: mostly no memory, also for a new thread's stack, where unwinding would have to
+// destroy threads that run. One line and the exit code of a lost device instead of an abort without a word.
+[[noreturn]] void Terminate() {
+  const char* hint = "";
+  std::string what = "terminated";
+  if (const std::exception_ptr current = std::current_exception()) {
+    try {
+      std::rethrow_exception(current);
+    } catch (const std::bad_alloc&) {
+      what = "out of memory";
+    } catch (const std::system_error& error) {
+      what = error.what();
+      if (error.code() == std::errc::resource_unavailable_try_again) {
+        hint = ": no thread could be started: too little memory or too many processes";
+      }
+    } catch (const std::exception& error) {
+      what = error.what();
+    } catch (...) {
+      what = "an exception of unknown type";
+    }
+  }
+  std::fprintf(stderr, "k3serve: fatal: %s%s\n", what.c_str(), hint);
+  std::fflush(stderr);
+  _exit(kExitDeviceFault);
+}
+
 int Run(const std::vector<std::string>& words) {
   if (words.empty()) {
     PrintUsage(std::cerr);
@@ -79,6 +110,7 @@ int Run(const std::vector<std::string>& words) {
 }  // namespace k3
 
 int main(int argc, char** argv) {
+  std::set_terminate(k3::Terminate);
   const int code = k3::Run(std::vector<std::string>(argv + 1, argv + argc));
   // Not through static destructors: a load that was given up may still be running.
   std::cout.flush();
