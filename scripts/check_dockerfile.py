@@ -61,7 +61,9 @@ def mirror():
     listed = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI)"],
                             capture_output=True, text=True).stdout
     match = re.search(r"^(https?://\S+?/debian)/?$", listed, re.M)
-    return match.group(1) if match else "http://deb.debian.org/debian"
+    if not match:
+        sys.exit("check_dockerfile: apt knows no Debian mirror (apt-get indextargets)")
+    return match.group(1)
 
 
 def size(path):

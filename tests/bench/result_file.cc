@@ -44,7 +44,8 @@ void WriteResults(const std::string& path, const std::vector<Result>& results, c
   std::string command;
   for (int i = 0; i < argc; ++i) {
     std::string word = argv[i];
-    if (i == 0) word = word.substr(word.rfind('/') + 1);
+    // Folders that only one machine has say nothing.
+    if (i == 0 || word[0] == '/') word = word.substr(word.rfind('/') + 1);
     command += (i > 0 ? " " : "") + word;
   }
   // Where the sources are no git checkout (a packed binary on a test machine), the caller names the commit.
