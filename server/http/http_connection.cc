@@ -4,12 +4,12 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <array>
 #include <boost/asio/buffer.hpp>
 #include <boost/asio/error.hpp>
 #include <boost/asio/post.hpp>
 #include <exception>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "server/http/io_thread.h"
@@ -120,7 +120,8 @@ size_t HttpConnection::ReadSome(char* data, size_t size, ErrorCode& ec) {
 void HttpConnection::OnReadable(ErrorCode ec) {
   reading_ = false;
   if (phase_ == Phase::kClosed) return;
-  static thread_local std::array<char, 128 << 10> buffer;
+  // On the heap: an array would lie in the thread-local storage of every thread of the process, which its stack pays for.
+  static thread_local std::vector<char> buffer(128 << 10);
   size_t size = 0;
   if (!ec) size = ReadSome(buffer.data(), buffer.size(), ec);
   if (ec == asio::error::would_block || ec == asio::error::interrupted) return Read();
