@@ -120,7 +120,8 @@ size_t HttpConnection::ReadSome(char* data, size_t size, ErrorCode& ec) {
 void HttpConnection::OnReadable(ErrorCode ec) {
   reading_ = false;
   if (phase_ == Phase::kClosed) return;
-  // On the heap: an array would lie in the thread-local storage of every thread of the process, which its stack pays for.
+  // On the heap: an array would lie in the thread-local storage of every thread of the process, which its stack pays
+  // for.
   static thread_local std::vector<char> buffer(128 << 10);
   size_t size = 0;
   if (!ec) size = ReadSome(buffer.data(), buffer.size(), ec);
@@ -273,7 +274,8 @@ void HttpConnection::Sweep(Clock::time_point now) {
 }
 
 void HttpConnection::CloseIfIdle() {
-  // A client that has just connected is about to ask, a probe mostly: it gets its answer, which then ends the connection.
+  // A client that has just connected is about to ask, a probe mostly: it gets its answer, which then ends the
+  // connection.
   if (phase_ == Phase::kIdle && answered_) Close(HttpAbort::kStopping);
 }
 
