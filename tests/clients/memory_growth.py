@@ -124,6 +124,7 @@ def main():
         for thread in threads:
             thread.join()
         if failures:
+            server.process.kill()
             raise failures[0]
         sizes.append(resident(server.process.pid))
         seconds = time.monotonic() - start
