@@ -1,10 +1,14 @@
 #include "server/grpc_server.h"
 
+#include <grpc/support/log.h>
 #include <grpcpp/impl/codegen/service_type.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
+#include <spdlog/spdlog.h>
 
+#include <array>
 #include <atomic>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -15,12 +19,14 @@
 #include "server/grpc_health.h"
 #include "server/grpc_malformed.h"
 #include "server/grpc_reflection.h"
+#include "server/tcp_connections.h"
 
 namespace k3 {
 namespace {
 
 constexpr char kPackage[] = "k3serve.inference.v1.";
-constexpr int kHandshakeTimeoutMs = 10000;  // TLS and the HTTP/2 preface
+constexpr std::chrono::seconds kDisconnectTime{1};  // for gRPC to notice that its peers are gone
+constexpr int kHandshakeTimeoutMs = 10000;          // TLS and the HTTP/2 preface
 constexpr char kHealth[] = "grpc.health.v1.Health";
 
 // An IPv6 address needs brackets before a port.
@@ -43,6 +49,17 @@ void SetTransport(grpc::ServerBuilder& builder, const GrpcServerOptions& options
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeTimeoutMs);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(options.max_concurrent_streams));
+}
+
+// gRPC's own lines: peers that speak something else or leave within a handshake, at any rate they like. What matters of
+// them the server reports itself, in its own format.
+void LogLine(gpr_log_func_args* line) { spdlog::debug("grpc {}:{}: {}", line->file, line->line, line->message); }
+
+// Until `done`, at most for `limit`.
+template <class Done>
+void WaitFor(std::chrono::milliseconds limit, const Done& done) {
+  const auto until = std::chrono::steady_clock::now() + limit;
+  while (!done() && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 // One listener and its services, which live as long as the server does.
@@ -90,6 +107,7 @@ GrpcServer::~GrpcServer() { Shutdown(std::chrono::milliseconds(0)); }
 absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOptions& options,
                                                               GenerationService* generation, ServerHealth* health,
                                                               const ApiKeys* keys, AdminActions actions) {
+  gpr_set_log_function(&LogLine);
   auto impl = std::make_unique<Impl>();
   const auto name = [](const char* service) { return absl::StrCat(kPackage, service); };
   if (options.port.has_value()) {
@@ -119,10 +137,15 @@ int GrpcServer::admin_port() const { return impl_->admin.port; }
 int GrpcServer::calls() const { return impl_->calls.load(); }
 
 void GrpcServer::Shutdown(std::chrono::milliseconds grace) {
-  const auto deadline = std::chrono::system_clock::now() + grace;
-  for (Listener* listener : {&impl_->main, &impl_->admin}) {
+  const std::array<Listener*, 2> listeners = {&impl_->main, &impl_->admin};
+  for (Listener* listener : listeners) {
+    if (listener->server != nullptr) RefuseConnections(listener->port);
+  }
+  WaitFor(grace, [this] { return impl_->calls == 0; });
+  for (Listener* listener : listeners) {
     if (listener->server == nullptr) continue;
-    listener->server->Shutdown(deadline);
+    WaitFor(kDisconnectTime, [port = listener->port] { return EndConnections(port) == 0; });
+    listener->server->Shutdown(std::chrono::system_clock::now());
     listener->server->Wait();
     listener->server.reset();
   }

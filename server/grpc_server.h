@@ -45,7 +45,8 @@ class GrpcServer {
   // Generation calls that gRPC is not yet done with: their status may still be on its way.
   int calls() const;
 
-  // Sends GOAWAY, lets calls end until then, cancels the rest and returns when all have ended.
+  // Takes no new connection, lets generation calls end within `grace`, then ends the connections: whatever still runs or
+  // is just arriving becomes UNAVAILABLE at its client. Returns when all calls have ended here too.
   void Shutdown(std::chrono::milliseconds grace);
 
  private:

@@ -4,8 +4,11 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <fstream>
 #include <future>
+#include <map>
+#include <mutex>
 #include <set>
 #include <thread>
 
@@ -289,6 +292,42 @@ TEST(GrpcServerTest, ManyLogprobsArriveWhole) {
   ASSERT_TRUE(harness.generation->Generate(&context, request, &response).ok());
   EXPECT_EQ(response.choices(0).logprobs().logprobs_size(), 4000);
   EXPECT_EQ(response.choices(0).logprobs().top_logprobs_size(), 80000);
+}
+
+// A client that never pauses must hear UNAVAILABLE, which it may retry elsewhere, up to the end of the last connection.
+TEST(GrpcServerTest, CallsThatMeetTheShutdownAreUnavailable) {
+  constexpr int kServers = 20;
+  constexpr int kClients = 8;
+  for (int i = 0; i < kServers; ++i) {
+    GrpcHarness harness;
+    harness.service().health.StartDrain(Clock::duration::zero());
+    std::atomic<bool> ended{false};
+    std::mutex mutex;
+    std::map<grpc::StatusCode, int> codes;
+    std::vector<std::thread> clients;
+    for (int c = 0; c < kClients; ++c) {
+      clients.emplace_back([&] {
+        const auto stub = pb::GenerationService::NewStub(harness.Connect(harness.server().port()));
+        pb::GenerateRequest request;
+        *request.mutable_spec() = TokenSpec(5, 5);
+        while (!ended) {
+          grpc::ClientContext context;
+          pb::GenerateResponse response;
+          const grpc::Status status = stub->Generate(&context, request, &response);
+          std::lock_guard lock(mutex);
+          ++codes[status.error_code()];
+        }
+      });
+    }
+    std::this_thread::sleep_for(20ms);
+    harness.server().Shutdown(200ms);
+    ended = true;
+    for (std::thread& client : clients) client.join();
+    EXPECT_GT(codes[grpc::StatusCode::UNAVAILABLE], 0);
+    for (const auto& [code, count] : codes) {
+      EXPECT_EQ(code, grpc::StatusCode::UNAVAILABLE) << count << " calls at server " << i;
+    }
+  }
 }
 
 TEST(GrpcServerTest, ATakenPortIsAnError) {
