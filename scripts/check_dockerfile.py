@@ -4,7 +4,8 @@ work: each base image is a debootstrap root, COPY copies, RUN runs there in a ch
 image's user in a root that is mounted read-only, waits for the health check, stops it with the stop signal, and adds up
 the bytes of the layers. Needs root, debootstrap and a Debian mirror (the machine's own).
 
-  scripts/check_dockerfile.py --target cpu --root /var/tmp/k3-image [--keep] [--ccache ~/.cache/ccache]
+  scripts/check_dockerfile.py --target cpu --root /var/tmp/k3-image [--keep]
+      [--ccache ~/.cache/ccache] [--debs /var/cache/apt/archives]
 """
 
 import argparse
@@ -71,27 +72,40 @@ def size(path):
 
 
 class Builder:
-    def __init__(self, folder, ccache):
+    def __init__(self, folder, ccache, debs):
         self.folder = folder
         self.ccache = ccache
+        self.debs = debs
         self.stages, self.arguments = stages()
         self.roots = {}
         self.layers = []
 
     def base_image(self, name):
-        """A fresh copy of a Debian root; the pristine one is made once."""
-        pristine = self.folder / ("base-" + re.sub(r"\W", "-", name))
+        """A pristine Debian root, made once: the slim image differs from the full one by documentation only."""
+        if not re.fullmatch(r"debian:12(-slim)?", name):
+            sys.exit(f"check_dockerfile: the base image {name} is not known to this script")
+        pristine = self.folder / "base"
         if not pristine.exists():
             print(f"# debootstrap for {name}", flush=True)
-            partial = pathlib.Path(str(pristine) + ".partial")
+            partial = self.folder / "base.partial"
             shutil.rmtree(partial, ignore_errors=True)
-            subprocess.run(["debootstrap", "--variant=minbase", "bookworm", partial, mirror()], check=True,
+            cache = [f"--cache-dir={self.debs}"] if self.debs else []
+            subprocess.run(["debootstrap", "--variant=minbase", *cache, "bookworm", partial, mirror()], check=True,
                            stdout=subprocess.DEVNULL)
             subprocess.run(["umount", "-q", partial / "proc"], check=False)  # debootstrap may leave it mounted
-            shutil.rmtree(partial / "var/cache/apt/archives", ignore_errors=True)
-            os.makedirs(partial / "var/cache/apt/archives/partial")
+            self.empty_apt_cache(partial)
             partial.rename(pristine)
         return pristine
+
+    def fill_apt_cache(self, root):
+        for deb in self.debs.glob("*.deb") if self.debs else ():
+            shutil.copy(deb, f"{root}/var/cache/apt/archives/")
+
+    @staticmethod
+    def empty_apt_cache(root):
+        """As the published images do after each use of apt."""
+        shutil.rmtree(f"{root}/var/cache/apt/archives", ignore_errors=True)
+        os.makedirs(f"{root}/var/cache/apt/archives/partial")
 
     def build(self, name):
         """Returns {root, env, workdir, user, entrypoint, healthcheck, stopsignal} of a stage."""
@@ -177,6 +191,11 @@ class Builder:
         inside = f"cd {shlex.quote(image['workdir'])} && {command}"
         environment = dict(image["env"])
         bind = ""
+        # A proxy with an authority of its own, which pip inside must know; no part of the image.
+        authority = pathlib.Path(root, "run", "pip-authority.pem")
+        if os.environ.get("PIP_CERT"):
+            shutil.copy(os.environ["PIP_CERT"], authority)
+            environment |= {"PIP_CERT": "/run/pip-authority.pem"}
         if self.ccache:
             environment |= {"CCACHE_DIR": "/mnt", "CCACHE_BASEDIR": image["workdir"], "CCACHE_NOHASHDIR": "1"}
             bind = f"mount --bind {self.ccache} {root}/mnt && "
@@ -184,7 +203,13 @@ class Builder:
                   f"exec chroot {root} /usr/bin/env -i {' '.join(shlex.quote(f'{k}={v}') for k, v in environment.items())} "
                   f"HOME=/root /bin/sh -c {shlex.quote(inside)}")
         begin = time.monotonic()
+        uses_apt = "setup.sh" in command or "apt-get" in command
+        if uses_apt:
+            self.fill_apt_cache(root)
         subprocess.run(["unshare", "--mount", "--propagation", "private", "sh", "-c", script], check=True)
+        if uses_apt:
+            self.empty_apt_cache(root)
+        authority.unlink(missing_ok=True)
         print(f"#   {time.monotonic() - begin:.0f} s", flush=True)
 
 
@@ -225,12 +250,13 @@ def main():
     parser.add_argument("--target", default="cpu")
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path("/var/tmp/k3serve-image"))
     parser.add_argument("--ccache", type=pathlib.Path, help="this machine's compiler cache, to build faster")
+    parser.add_argument("--debs", type=pathlib.Path, help="a folder of .deb files to take before the mirror's")
     parser.add_argument("--keep", action="store_true", help="leave the roots there")
     args = parser.parse_args()
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         sys.exit("check_dockerfile: needs root and debootstrap")
     args.root.mkdir(parents=True, exist_ok=True)
-    image = Builder(args.root, args.ccache).build(args.target)
+    image = Builder(args.root, args.ccache, args.debs and args.debs.resolve()).build(args.target)
     start_and_stop(image)
     total = 0
     for what, bytes_ in image["layers"]:

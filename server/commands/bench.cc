@@ -32,6 +32,7 @@ absl::StatusOr<std::unique_ptr<BenchClient>> MakeClient(const BenchConfig& confi
   if (!config.is_http()) return std::make_unique<BenchGrpcClient>(config);
   absl::StatusOr<HttpUrl> url = ParseHttpUrl(config.url);
   if (!url.ok()) return url.status();
+  if (const absl::Status status = config.access.CheckUrl("--url", url->https); !status.ok()) return status;
   return std::make_unique<BenchHttpClient>(config, *std::move(url));
 }
 

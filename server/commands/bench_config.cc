@@ -1,11 +1,9 @@
 #include "server/commands/bench_config.h"
 
 #include <cmath>
-#include <fstream>
 #include <limits>
 #include <string_view>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -24,13 +22,14 @@ struct Lists {
 void AddFlags(FlagSet& flags, BenchConfig& config, Lists& lists) {
   flags.Group("Server");
   flags.String("target", &config.target, "HOST:PORT", "gRPC server");
-  flags.String("url", &config.url, "URL", "HTTP server, e.g. http://127.0.0.1:8000; instead of --target");
+  flags.String("url", &config.url, "URL",
+               "HTTP server, e.g. http://127.0.0.1:8000 or https://HOST; instead of --target");
   flags.String("model", &config.model, "NAME", "model name to ask for; empty takes the server's first");
   flags.Choice("input", &config.input_name, {"ids", "text", "chat"},
                "prompts as token ids, as text, or as a chat message; over HTTP the first two use /v1/completions, the "
                "last /v1/chat/completions");
   flags.Int("connections", &config.connections, {1, 1024}, "gRPC connections that share the streams");
-  flags.String("api-key-file", &config.api_key_file, "FILE", "the key to show: the file's first line");
+  config.access.DeclareFlags(flags);
   flags.Number("timeout", &config.timeout_seconds, {0.001, 86400}, "seconds after which a request counts as failed");
 
   flags.Group("Load");
@@ -111,13 +110,7 @@ absl::Status FinishFlags(const FlagSet& flags, const Lists& lists, BenchConfig& 
     return absl::InvalidArgumentError("--bypass-prefix-cache needs --target: the HTTP routes have no such field");
   }
 
-  if (!config.api_key_file.empty()) {
-    std::ifstream file(config.api_key_file);
-    if (!std::getline(file, config.api_key)) {
-      return absl::InvalidArgumentError(absl::StrCat("--api-key-file: cannot read a key from ", config.api_key_file));
-    }
-    config.api_key = std::string(absl::StripAsciiWhitespace(config.api_key));
-  }
+  if (const absl::Status status = config.access.Load(); !status.ok()) return status;
 
   config.input = config.input_name == "ids"    ? BenchInput::kIds
                  : config.input_name == "text" ? BenchInput::kText

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "server/commands/client_access.h"
 #include "server/flags.h"
 
 namespace k3 {
@@ -17,14 +18,13 @@ enum class WorkloadKind { kFixed, kNormal, kSharedPrefix, kLongContext, kTrace }
 struct BenchConfig {
   // Where to.
   std::string target = "127.0.0.1:50051";  // gRPC, unless `url` is set
-  std::string url;                         // HTTP: scheme, host, port
+  std::string url;                         // http:// or https://, host, port
   std::string model;                       // empty: the server's first
   std::string input_name = "ids";
   BenchInput input = BenchInput::kIds;
   int64_t connections = 4;  // gRPC: HTTP/2 connections that share the streams
   double timeout_seconds = 600;
-  std::string api_key_file;
-  std::string api_key;  // its first line
+  ClientAccess access;
 
   // How hard. One run per entry; exactly one of the lists has entries, except that a trace alone may have neither.
   std::vector<double> request_rates;   // open loop, requests per second, Poisson; infinity sends all at once

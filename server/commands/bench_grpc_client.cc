@@ -16,7 +16,7 @@ namespace v1 = ::k3serve::inference::v1;
 constexpr auto kConnectTimeout = std::chrono::seconds(10);
 
 void ShowKey(const BenchConfig& config, grpc::ClientContext* context) {
-  if (!config.api_key.empty()) context->AddMetadata("authorization", "Bearer " + config.api_key);
+  if (!config.access.key().empty()) context->AddMetadata("authorization", "Bearer " + config.access.key());
 }
 
 void FillSpec(const BenchConfig& config, const BenchRequest& request, const std::string& model,
@@ -167,7 +167,7 @@ absl::StatusOr<BenchServerInfo> BenchGrpcClient::Prepare() {
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // else equal channels share one connection
     arguments.SetMaxReceiveMessageSize(-1);
-    channels_.push_back(grpc::CreateCustomChannel(config_.target, grpc::InsecureChannelCredentials(), arguments));
+    channels_.push_back(grpc::CreateCustomChannel(config_.target, config_.access.ChannelCredentials(), arguments));
     stubs_.push_back(v1::GenerationService::NewStub(channels_.back()));
   }
   for (const auto& channel : channels_) {

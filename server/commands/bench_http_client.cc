@@ -6,6 +6,7 @@
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/post.hpp>
+#include <boost/asio/ssl/error.hpp>
 #include <boost/beast/core.hpp>
 #include <boost/beast/http.hpp>
 #include <chrono>
@@ -18,8 +19,8 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "server/commands/bench_http_stream.h"
 #include "server/commands/bench_openai.h"
 
 namespace k3 {
@@ -36,23 +37,26 @@ constexpr size_t kErrorBodyLimit = 64 << 10;
 
 // One blocking request of Prepare, on a loop of its own.
 absl::StatusOr<std::string> Get(const HttpUrl& url, const tcp::resolver::results_type& endpoints,
-                                const std::string& path, const std::string& api_key) {
+                                const std::string& path, const ClientAccess& access) {
   asio::io_context io;
-  beast::tcp_stream stream(io);
+  BenchHttpStream stream(io, url.https ? access.context() : nullptr, url.host);
   http::request<http::empty_body> request(http::verb::get, url.base + path, 11);
   request.set(http::field::host, url.authority());
   request.set(http::field::user_agent, "k3serve-bench");
-  if (!api_key.empty()) request.set(http::field::authorization, "Bearer " + api_key);
+  if (!access.key().empty()) request.set(http::field::authorization, "Bearer " + access.key());
   beast::flat_buffer buffer;
   http::response<http::string_body> response;
   ErrorCode failure;
   // A tcp_stream's time limit covers asynchronous operations only.
-  stream.expires_after(kConnectTimeout);
-  stream.async_connect(endpoints, [&](ErrorCode ec, const tcp::endpoint&) {
+  stream.tcp().expires_after(kConnectTimeout);
+  stream.tcp().async_connect(endpoints, [&](ErrorCode ec, const tcp::endpoint&) {
     if ((failure = ec)) return;
-    http::async_write(stream, request, [&](ErrorCode ec, size_t) {
+    stream.Handshake([&](ErrorCode ec) {
       if ((failure = ec)) return;
-      http::async_read(stream, buffer, response, [&](ErrorCode ec, size_t) { failure = ec; });
+      http::async_write(stream, request, [&](ErrorCode ec, size_t) {
+        if ((failure = ec)) return;
+        http::async_read(stream, buffer, response, [&](ErrorCode ec, size_t) { failure = ec; });
+      });
     });
   });
   io.run();
@@ -66,40 +70,6 @@ absl::StatusOr<std::string> Get(const HttpUrl& url, const tcp::resolver::results
 }
 
 }  // namespace
-
-absl::StatusOr<HttpUrl> ParseHttpUrl(const std::string& url) {
-  const auto bad = [&url](const std::string& why) {
-    return absl::InvalidArgumentError(absl::StrCat("--url ", why, ", not \"", url.substr(0, 200), "\""));
-  };
-  constexpr char kScheme[] = "http://";
-  if (url.rfind("https://", 0) == 0) return bad("must be http://: this client speaks no TLS");
-  if (url.rfind(kScheme, 0) != 0) return bad("must be http://HOST[:PORT]");
-  const std::string rest = url.substr(sizeof(kScheme) - 1);
-  const size_t slash = rest.find('/');
-  std::string host = rest.substr(0, slash);
-  HttpUrl parsed;
-  parsed.base = slash == std::string::npos ? "" : rest.substr(slash);
-  while (!parsed.base.empty() && parsed.base.back() == '/') parsed.base.pop_back();
-  size_t port_from = host.find(':');
-  if (!host.empty() && host.front() == '[') {
-    const size_t end = host.find(']');
-    if (end == std::string::npos) return bad("has an address without its closing bracket");
-    parsed.host = host.substr(1, end - 1);
-    port_from = end + 1 < host.size() ? end + 1 : std::string::npos;
-    if (port_from != std::string::npos && host[port_from] != ':') return bad("must be http://HOST[:PORT]");
-  } else {
-    parsed.host = host.substr(0, port_from);
-  }
-  if (parsed.host.empty()) return bad("needs a host");
-  if (port_from != std::string::npos) {
-    int port = 0;
-    if (!absl::SimpleAtoi(host.substr(port_from + 1), &port) || port < 1 || port > 65535) {
-      return bad("needs a port from 1 to 65535");
-    }
-    parsed.port = absl::StrCat(port);
-  }
-  return parsed;
-}
 
 // The event loop and what its exchanges share. All but in_flight belongs to the loop's thread.
 class BenchHttpClient::Loop {
@@ -118,13 +88,16 @@ class BenchHttpClient::Loop {
   }
 
   // Null when none is open.
-  std::unique_ptr<beast::tcp_stream> TakeConnection() {
+  std::unique_ptr<BenchHttpStream> TakeConnection() {
     if (connections_.empty()) return nullptr;
-    std::unique_ptr<beast::tcp_stream> stream = std::move(connections_.back());
+    std::unique_ptr<BenchHttpStream> stream = std::move(connections_.back());
     connections_.pop_back();
     return stream;
   }
-  void KeepConnection(std::unique_ptr<beast::tcp_stream> stream) { connections_.push_back(std::move(stream)); }
+  void KeepConnection(std::unique_ptr<BenchHttpStream> stream) { connections_.push_back(std::move(stream)); }
+  std::unique_ptr<BenchHttpStream> NewConnection() {
+    return std::make_unique<BenchHttpStream>(io_, url_.https ? config_.access.context() : nullptr, url_.host);
+  }
 
   void Begin() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -142,7 +115,7 @@ class BenchHttpClient::Loop {
   asio::io_context io_{1};
 
  private:
-  std::vector<std::unique_ptr<beast::tcp_stream>> connections_;  // open and unused
+  std::vector<std::unique_ptr<BenchHttpStream>> connections_;  // open and unused
   std::mutex mutex_;
   std::condition_variable idle_;
   int64_t in_flight_ = 0;  // guarded by mutex_
@@ -162,7 +135,7 @@ class BenchHttpClient::Exchange : public std::enable_shared_from_this<Exchange> 
     record_.kind = request.kind;
     request_.set(http::field::host, loop->url_.authority());
     request_.set(http::field::user_agent, "k3serve-bench");
-    const std::string& api_key = loop->config_.api_key;
+    const std::string& api_key = loop->config_.access.key();
     if (!api_key.empty()) request_.set(http::field::authorization, "Bearer " + api_key);
     request_.set(http::field::content_type, "application/json");
     request_.set(http::field::accept, "text/event-stream");
@@ -185,17 +158,20 @@ class BenchHttpClient::Exchange : public std::enable_shared_from_this<Exchange> 
     if (reuse) stream_ = loop_->TakeConnection();
     reused_ = reuse && stream_ != nullptr;
     if (reused_) return Write();
-    stream_ = std::make_unique<beast::tcp_stream>(loop_->io_);
-    stream_->expires_at(deadline_);
-    stream_->async_connect(loop_->endpoints_, [self = shared_from_this()](ErrorCode ec, const tcp::endpoint&) {
+    stream_ = loop_->NewConnection();
+    stream_->tcp().expires_at(deadline_);
+    stream_->tcp().async_connect(loop_->endpoints_, [self = shared_from_this()](ErrorCode ec, const tcp::endpoint&) {
       if (ec) return self->Fail(ec, "connect");
-      self->stream_->socket().set_option(tcp::no_delay(true), ec);
-      self->Write();
+      self->stream_->tcp().socket().set_option(tcp::no_delay(true), ec);
+      self->stream_->Handshake([self](ErrorCode ec) {
+        if (ec) return self->Fail(ec, "handshake");
+        self->Write();
+      });
     });
   }
 
   void Write() {
-    stream_->expires_at(deadline_);
+    stream_->tcp().expires_at(deadline_);
     http::async_write(*stream_, request_, [self = shared_from_this()](ErrorCode ec, size_t) {
       if (ec) return self->Fail(ec, "write");
       self->ReadHead();
@@ -240,7 +216,8 @@ class BenchHttpClient::Exchange : public std::enable_shared_from_this<Exchange> 
     } else if (ec == asio::error::connection_refused) {
       record_.error = "connection refused";
     } else if (ec == http::error::end_of_stream || ec == http::error::partial_message || ec == asio::error::eof ||
-               ec == asio::error::connection_reset || ec == asio::error::broken_pipe) {
+               ec == asio::error::connection_reset || ec == asio::error::broken_pipe ||
+               ec == asio::ssl::error::stream_truncated) {
       record_.error = "connection closed";
     } else {
       record_.error = absl::StrCat(what, ": ", ec.message());
@@ -255,7 +232,7 @@ class BenchHttpClient::Exchange : public std::enable_shared_from_this<Exchange> 
       record_.error = OpenAiErrorKind(status_, error_body_);
     }
     if (parser_->is_done() && parser_->keep_alive()) {
-      stream_->expires_never();
+      stream_->tcp().expires_never();
       loop_->KeepConnection(std::move(stream_));
     }
     End();
@@ -274,7 +251,7 @@ class BenchHttpClient::Exchange : public std::enable_shared_from_this<Exchange> 
   RequestRecord record_;
   OpenAiStreamReader reader_;
   Clock::time_point deadline_;
-  std::unique_ptr<beast::tcp_stream> stream_;
+  std::unique_ptr<BenchHttpStream> stream_;
   bool reused_ = false;
   beast::flat_buffer buffer_;
   std::optional<http::response_parser<http::buffer_body>> parser_;
@@ -295,7 +272,7 @@ absl::StatusOr<BenchServerInfo> BenchHttpClient::Prepare() {
   loop_->endpoints_ = resolver.resolve(loop_->url_.host, loop_->url_.port, ec);
   if (ec) return absl::UnavailableError(absl::StrCat("cannot resolve ", loop_->url_.host, ": ", ec.message()));
 
-  const absl::StatusOr<std::string> models = Get(loop_->url_, loop_->endpoints_, "/v1/models", loop_->config_.api_key);
+  const absl::StatusOr<std::string> models = Get(loop_->url_, loop_->endpoints_, "/v1/models", loop_->config_.access);
   if (!models.ok()) return models.status();
   loop_->model_ = loop_->config_.model;
   if (loop_->model_.empty()) {
@@ -311,7 +288,7 @@ absl::StatusOr<BenchServerInfo> BenchHttpClient::Prepare() {
   info.model = loop_->model_;
   // Not every server has this route; without it random ids stay below what any vocabulary has.
   if (const absl::StatusOr<std::string> text =
-          Get(loop_->url_, loop_->endpoints_, "/tokenizer_info", loop_->config_.api_key);
+          Get(loop_->url_, loop_->endpoints_, "/tokenizer_info", loop_->config_.access);
       text.ok()) {
     const nlohmann::json tokenizer = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
     if (tokenizer.is_object() && tokenizer.contains("vocab_size") && tokenizer["vocab_size"].is_number_integer()) {

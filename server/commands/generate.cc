@@ -3,19 +3,18 @@
 #include <grpcpp/create_channel.h>
 
 #include <chrono>
-#include <fstream>
 #include <istream>
 #include <iterator>
 #include <ostream>
 #include <sstream>
 
-#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 #include "k3serve/inference/v1/generation_service.grpc.pb.h"
+#include "server/commands/client_access.h"
 #include "server/exit_codes.h"
 #include "server/flags.h"
 
@@ -29,8 +28,7 @@ constexpr int kMaxMessageBytes = 256 << 20;
 
 struct GenerateOptions {
   std::string target = "127.0.0.1:50051";
-  std::string tls_ca;
-  std::string api_key_file;
+  ClientAccess access;
   std::string model;
   bool chat = true;
   bool raw = false;
@@ -57,8 +55,7 @@ struct GenerateOptions {
 void DeclareFlags(FlagSet& flags, GenerateOptions& options) {
   flags.Group("Server");
   flags.String("target", &options.target, "HOST:PORT", "the server's gRPC address");
-  flags.String("tls-ca", &options.tls_ca, "FILE", "use TLS and trust this authority (PEM)");
-  flags.String("api-key-file", &options.api_key_file, "FILE", "the key to show: the file's first line");
+  options.access.DeclareFlags(flags);
   flags.String("model", &options.model, "NAME", "a served model name (default: the server's own)");
   flags.Number("timeout", &options.timeout, {0.001, 1e6}, "deadline, seconds");
   flags.Group("Prompt");
@@ -183,39 +180,16 @@ void PrintDetails(const grpc::Status& status, std::ostream& err) {
   }
 }
 
-absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const GenerateOptions& options) {
+int Generate(const GenerateOptions& options, const std::string& text, std::ostream& out, std::ostream& err) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
-  if (options.tls_ca.empty()) {
-    return grpc::CreateCustomChannel(options.target, grpc::InsecureChannelCredentials(), arguments);
-  }
-  std::ifstream file(options.tls_ca, std::ios::binary);
-  if (!file) return absl::InvalidArgumentError(absl::StrCat("--tls-ca: cannot read ", options.tls_ca));
-  grpc::SslCredentialsOptions tls;
-  tls.pem_root_certs = ReadAll(file);
-  return grpc::CreateCustomChannel(options.target, grpc::SslCredentials(tls), arguments);
-}
-
-int Generate(const GenerateOptions& options, const std::string& text, std::ostream& out, std::ostream& err) {
-  const auto channel = Connect(options);
-  if (!channel.ok()) {
-    err << "k3serve generate: " << channel.status().message() << "\n";
-    return kExitUsage;
-  }
+  const auto channel = grpc::CreateCustomChannel(options.target, options.access.ChannelCredentials(), arguments);
   grpc::ClientContext context;
   if (options.timeout.has_value()) {
     context.set_deadline(std::chrono::system_clock::now() +
                          std::chrono::milliseconds(static_cast<int64_t>(*options.timeout * 1000)));
   }
-  if (!options.api_key_file.empty()) {
-    std::ifstream file(options.api_key_file);
-    std::string key;
-    if (!std::getline(file, key)) {
-      err << "k3serve generate: --api-key-file: cannot read " << options.api_key_file << "\n";
-      return kExitUsage;
-    }
-    context.AddMetadata("authorization", absl::StrCat("Bearer ", key));
-  }
+  if (!options.access.key().empty()) context.AddMetadata("authorization", "Bearer " + options.access.key());
   pb::StreamGenerateRequest request;
   FillSpec(options, text, request.mutable_spec());
 
@@ -223,7 +197,7 @@ int Generate(const GenerateOptions& options, const std::string& text, std::ostre
   std::optional<Clock::time_point> first;
   pb::Usage usage;
   Printer printer(options.show_reasoning, out, err);
-  const auto stub = pb::GenerationService::NewStub(*channel);
+  const auto stub = pb::GenerationService::NewStub(channel);
   const auto reader = stub->StreamGenerate(&context, request);
   pb::StreamGenerateResponse response;
   while (reader->Read(&response)) {
@@ -269,6 +243,7 @@ int RunGenerate(const std::vector<std::string>& args, std::istream& in, std::ost
   if (status.ok() && options.raw && !options.system.empty()) {
     status = absl::InvalidArgumentError("--system conflicts with --raw");
   }
+  if (status.ok() && !options.help) status = options.access.Load();
   if (!status.ok()) {
     err << "k3serve generate: " << status.message() << "\n";
     return kExitUsage;

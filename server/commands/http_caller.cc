@@ -1,10 +1,15 @@
 #include "server/commands/http_caller.h"
 
+#include <arpa/inet.h>
 #include <netdb.h>
+#include <openssl/err.h>
+#include <openssl/ssl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <memory>
 #include <system_error>
 
@@ -19,13 +24,22 @@ absl::Status SocketError(const std::string& what) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::generic_category().message(errno)));
 }
 
+// A failed certificate check, an alert of the server, else what the socket says.
+absl::Status TlsError(const std::string& what) {
+  const unsigned long code = ERR_peek_last_error();
+  ERR_clear_error();
+  const char* reason = code == 0 ? nullptr : ERR_reason_error_string(code);
+  return reason == nullptr ? SocketError(what) : absl::UnavailableError(absl::StrCat(what, ": ", reason));
+}
+
 class Connection {
  public:
   ~Connection() {
     if (fd_ >= 0) close(fd_);
   }
 
-  absl::Status Open(const HttpUrl& url, std::chrono::seconds timeout) {
+  // TLS unless `context` is null.
+  absl::Status Open(const HttpUrl& url, SSL_CTX* context, std::chrono::seconds timeout) {
     addrinfo hints{};
     hints.ai_socktype = SOCK_STREAM;
     addrinfo* found = nullptr;
@@ -38,13 +52,28 @@ class Connection {
     setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
     setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
     if (connect(fd_, found->ai_addr, found->ai_addrlen) != 0) return SocketError("connect to " + url.authority());
+    if (context == nullptr) return absl::OkStatus();
+    ssl_.reset(SSL_new(context));
+    SSL_set_fd(ssl_.get(), fd_);
+    SSL_set1_host(ssl_.get(), url.host.c_str());  // a name or an address
+    in6_addr address;
+    const bool is_address =
+        inet_pton(AF_INET, url.host.c_str(), &address) == 1 || inet_pton(AF_INET6, url.host.c_str(), &address) == 1;
+    if (!is_address) SSL_set_tlsext_host_name(ssl_.get(), url.host.c_str());
+    if (SSL_connect(ssl_.get()) != 1) return TlsError("TLS with " + url.authority());
     return absl::OkStatus();
   }
 
   absl::Status Send(std::string_view text) {
     while (!text.empty()) {
-      const ssize_t n = send(fd_, text.data(), text.size(), MSG_NOSIGNAL);
-      if (n <= 0) return SocketError("send");
+      ssize_t n = 0;
+      if (ssl_ != nullptr) {
+        n = SSL_write(ssl_.get(), text.data(), static_cast<int>(std::min<size_t>(text.size(), INT_MAX)));
+        if (n <= 0) return TlsError("send");
+      } else {
+        n = send(fd_, text.data(), text.size(), MSG_NOSIGNAL);
+        if (n <= 0) return SocketError("send");
+      }
       text.remove_prefix(static_cast<size_t>(n));
     }
     return absl::OkStatus();
@@ -53,14 +82,22 @@ class Connection {
   // Appends what comes next; false at the end.
   absl::StatusOr<bool> Receive(std::string* text) {
     char buffer[16384];
-    const ssize_t n = recv(fd_, buffer, sizeof(buffer), 0);
-    if (n < 0) return SocketError("receive");
+    ssize_t n = 0;
+    if (ssl_ != nullptr) {
+      n = SSL_read(ssl_.get(), buffer, sizeof(buffer));
+      if (n <= 0 && SSL_get_error(ssl_.get(), static_cast<int>(n)) != SSL_ERROR_ZERO_RETURN) return TlsError("receive");
+      n = std::max<ssize_t>(n, 0);
+    } else {
+      n = recv(fd_, buffer, sizeof(buffer), 0);
+      if (n < 0) return SocketError("receive");
+    }
     text->append(buffer, static_cast<size_t>(n));
     return n > 0;
   }
 
  private:
   int fd_ = -1;
+  std::unique_ptr<SSL, decltype(&SSL_free)> ssl_{nullptr, &SSL_free};
 };
 
 std::string RequestText(const HttpUrl& url, const std::string& method, const std::string& path, const std::string& body,
@@ -134,7 +171,7 @@ std::string_view HttpAnswer::Header(std::string_view name) const {
 absl::StatusOr<HttpAnswer> HttpCaller::Call(const std::string& method, const std::string& path, const std::string& body,
                                             const Headers& headers) const {
   Connection connection;
-  absl::Status status = connection.Open(url_, timeout_);
+  absl::Status status = connection.Open(url_, url_.https ? access_.context() : nullptr, timeout_);
   if (status.ok()) status = connection.Send(RequestText(url_, method, path, body, {&headers_, &headers}));
   if (!status.ok()) return status;
   std::string text;
@@ -148,7 +185,7 @@ absl::StatusOr<HttpAnswer> HttpCaller::Call(const std::string& method, const std
 absl::Status HttpCaller::CallAndLeave(const std::string& method, const std::string& path, const std::string& body,
                                       size_t bytes) const {
   Connection connection;
-  absl::Status status = connection.Open(url_, timeout_);
+  absl::Status status = connection.Open(url_, url_.https ? access_.context() : nullptr, timeout_);
   if (status.ok()) status = connection.Send(RequestText(url_, method, path, body, {&headers_}));
   if (!status.ok()) return status;
   std::string text;

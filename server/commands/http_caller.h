@@ -7,7 +7,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "server/commands/bench_http_client.h"
+#include "server/commands/client_access.h"
+#include "server/commands/http_url.h"
 
 namespace k3 {
 
@@ -18,14 +19,14 @@ struct HttpAnswer {
   std::string_view Header(std::string_view name) const;
 };
 
-// Plain HTTP/1.1 calls, one after the other, each on a connection of its own. Blocking; a call that takes longer than
-// the time-out fails.
+// HTTP/1.1 calls, plain or TLS by the URL's scheme, one after the other, each on a connection of its own. Blocking; a
+// call that takes longer than the time-out fails. `access` gives the certificates and must outlive this.
 class HttpCaller {
  public:
   using Headers = std::vector<std::pair<std::string, std::string>>;
 
-  HttpCaller(HttpUrl url, Headers headers, std::chrono::seconds timeout)
-      : url_(std::move(url)), headers_(std::move(headers)), timeout_(timeout) {}
+  HttpCaller(HttpUrl url, const ClientAccess& access, Headers headers, std::chrono::seconds timeout)
+      : url_(std::move(url)), access_(access), headers_(std::move(headers)), timeout_(timeout) {}
 
   // UNAVAILABLE when there is no whole answer.
   absl::StatusOr<HttpAnswer> Call(const std::string& method, const std::string& path, const std::string& body = "",
@@ -34,10 +35,9 @@ class HttpCaller {
   absl::Status CallAndLeave(const std::string& method, const std::string& path, const std::string& body,
                             size_t bytes) const;
 
-  const HttpUrl& url() const { return url_; }
-
  private:
   const HttpUrl url_;
+  const ClientAccess& access_;
   const Headers headers_;
   const std::chrono::seconds timeout_;
 };

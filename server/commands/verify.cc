@@ -73,7 +73,7 @@ void DeclareFlags(FlagSet& flags, VerifyOptions& options) {
   flags.Group("Verify a running server instead of a model");
   flags.String("server", &options.server.url, "URL", "replay the HTTP contract against it, e.g. http://127.0.0.1:8000");
   flags.String("target", &options.server.target, "HOST:PORT", "replay the gRPC contract against it");
-  flags.String("api-key-file", &options.server.api_key_file, "FILE", "the key to show: the file's first line");
+  options.server.access.DeclareFlags(flags);
   flags.Bool("help", &options.help, "this text");
 }
 

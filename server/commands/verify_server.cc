@@ -1,11 +1,9 @@
 #include "server/commands/verify_server.h"
 
 #include <chrono>
-#include <fstream>
 #include <thread>
 #include <vector>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "server/exit_codes.h"
 
@@ -323,11 +321,14 @@ void CheckCompletions(const HttpContract& http, ContractReport& report, std::str
 
 }  // namespace
 
-void CheckHttpContract(const HttpCaller& http, bool keys, ContractReport& report, std::string* greedy) {
+void CheckHttpContract(const HttpUrl& url, const ClientAccess& access, ContractReport& report, std::string* greedy) {
+  HttpCaller::Headers headers;
+  if (!access.key().empty()) headers.emplace_back("Authorization", "Bearer " + access.key());
+  const HttpCaller http(url, access, std::move(headers), kTimeout);
   const HttpContract contract(http);
-  if (keys) {
+  if (!access.key().empty()) {
     report.Run("http.keys", [&] {
-      const HttpCaller stranger(http.url(), {{"Authorization", "Bearer none"}}, kTimeout);
+      const HttpCaller stranger(url, access, {{"Authorization", "Bearer none"}}, kTimeout);
       const HttpContract refused(stranger);
       return AllOf({refused.Refuses("GET", "/v1/models", "", 401),
                     refused.Refuses("POST", "/v1/chat/completions", ChatBody().dump(), 401),
@@ -340,29 +341,21 @@ void CheckHttpContract(const HttpCaller& http, bool keys, ContractReport& report
   CheckCompletions(contract, report, greedy);
 }
 
-int RunVerifyServer(const VerifyServerOptions& options, std::ostream& out, std::ostream& err) {
-  std::string key;
-  if (!options.api_key_file.empty()) {
-    std::ifstream file(options.api_key_file);
-    if (!std::getline(file, key)) {
-      err << "k3serve verify: --api-key-file: cannot read a key from " << options.api_key_file << "\n";
-      return kExitUsage;
-    }
-    key = std::string(absl::StripAsciiWhitespace(key));
+int RunVerifyServer(VerifyServerOptions options, std::ostream& out, std::ostream& err) {
+  absl::Status status = options.access.Load();
+  absl::StatusOr<HttpUrl> url = HttpUrl();
+  if (status.ok() && !options.url.empty()) {
+    url = ParseHttpUrl(options.url, "--server");
+    status = url.ok() ? options.access.CheckUrl("--server", url->https) : url.status();
+  }
+  if (!status.ok()) {
+    err << "k3serve verify: " << status.message() << "\n";
+    return kExitUsage;
   }
   ContractReport report(out);
   std::string greedy;
-  if (!options.url.empty()) {
-    const absl::StatusOr<HttpUrl> url = ParseHttpUrl(options.url);
-    if (!url.ok()) {
-      err << "k3serve verify: --server" << std::string(url.status().message()).substr(5) << "\n";
-      return kExitUsage;
-    }
-    HttpCaller::Headers headers;
-    if (!key.empty()) headers.emplace_back("Authorization", "Bearer " + key);
-    CheckHttpContract(HttpCaller(*url, std::move(headers), kTimeout), !key.empty(), report, &greedy);
-  }
-  if (!options.target.empty()) CheckGrpcContract(options.target, key, report, &greedy);
+  if (!options.url.empty()) CheckHttpContract(*url, options.access, report, &greedy);
+  if (!options.target.empty()) CheckGrpcContract(options.target, options.access, report, &greedy);
   return report.Finish() ? kExitOk : kExitNotPassed;
 }
 

@@ -20,10 +20,10 @@ constexpr int kMaxReply = 64 << 20;
 
 class GrpcContract {
  public:
-  GrpcContract(const std::string& target, std::string key) : key_(std::move(key)) {
+  GrpcContract(const std::string& target, const ClientAccess& access) : key_(access.key()) {
     grpc::ChannelArguments arguments;
     arguments.SetMaxReceiveMessageSize(kMaxReply);
-    channel_ = grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments);
+    channel_ = grpc::CreateCustomChannel(target, access.ChannelCredentials(), arguments);
     generation_ = pb::GenerationService::NewStub(channel_);
   }
 
@@ -75,8 +75,9 @@ absl::Status Ok(const Status& status) {
 
 }  // namespace
 
-void CheckGrpcContract(const std::string& target, const std::string& key, ContractReport& report, std::string* greedy) {
-  const GrpcContract grpc(target, key);
+void CheckGrpcContract(const std::string& target, const ClientAccess& access, ContractReport& report,
+                       std::string* greedy) {
+  const GrpcContract grpc(target, access);
   report.Run("grpc.health", [&] {
     const auto health = grpc::health::v1::Health::NewStub(grpc.channel());
     for (const char* service : {"", "k3serve.inference.v1.GenerationService"}) {

@@ -165,7 +165,12 @@ TEST(HttpUrlTest, ReadsHostPortAndBase) {
   ASSERT_TRUE(six.ok());
   EXPECT_EQ(six->host, "::1");
   EXPECT_EQ(six->authority(), "[::1]:81");
-  for (const char* bad : {"https://a", "localhost:8000", "http://", "http://a:0", "http://a:x", "http://[::1", ""}) {
+  const auto tls = ParseHttpUrl("https://k3.example.org/proxy");
+  ASSERT_TRUE(tls.ok());
+  EXPECT_TRUE(tls->https);
+  EXPECT_EQ(tls->authority(), "k3.example.org:443");
+  EXPECT_FALSE(plain->https);
+  for (const char* bad : {"https://", "ftp://a", "localhost:8000", "http://", "http://a:0", "http://a:x", "http://[::1", ""}) {
     EXPECT_THAT(std::string(ParseHttpUrl(bad).status().message()), HasSubstr("--url")) << bad;
   }
 }
