@@ -12,61 +12,12 @@
 #include "server/grammar/answer_grammar.h"
 #include "server/request_validation.h"
 #include "server/text/field_error.h"
-#include "server/text/json_parser.h"
-#include "server/tool_checks.h"
 
 namespace k3 {
 namespace {
 
 // Text up to this size is encoded on the caller's thread: about a millisecond.
 constexpr size_t kInlineTextBytes = 32 << 10;
-
-size_t ContentBytes(const ChatContent& content) {
-  size_t bytes = 0;
-  for (const ContentPart& part : content.parts) bytes += part.text.size();
-  return bytes;
-}
-
-// Roughly the text that rendering has to read.
-size_t TextBytes(const GenerationRequest& request) {
-  size_t bytes = 0;
-  if (const auto* chat = std::get_if<ChatRequest>(&request.input)) {
-    for (const ChatMessage& message : chat->messages) {
-      bytes += 64 + ContentBytes(message.content) + message.reasoning_content.size() + message.reasoning.size();
-      for (const ToolCall& call : message.tool_calls) {
-        bytes += 256 + (call.arguments_text.has_value() ? call.arguments_text->size() : 0);
-      }
-      bytes += message.tools.items.size() * 1024;
-    }
-    bytes += chat->tools.items.size() * 1024;
-  } else if (const auto* segments = std::get_if<std::vector<PromptSegment>>(&request.input)) {
-    for (const PromptSegment& segment : *segments) {
-      if (const auto* text = std::get_if<std::string>(&segment.part)) bytes += text->size();
-    }
-  }
-  return bytes;
-}
-
-// The renderer's errors name paths below the chat.
-absl::Status WithChatPath(const absl::Status& status) {
-  if (status.code() != absl::StatusCode::kInvalidArgument) return status;
-  const std::string path = FieldErrorPath(status);
-  std::string what(status.message());
-  if (!path.empty() && what.rfind(path + ": ", 0) == 0) what = what.substr(path.size() + 2);
-  return InvalidField(path.empty() ? "chat" : absl::StrCat("chat.", path), what);
-}
-
-// A schema's errors name the client's own field, those of tools one below the chat.
-absl::Status WithClientPath(const absl::Status& status) {
-  const std::string path = FieldErrorPath(status);
-  if (status.code() != absl::StatusCode::kInvalidArgument || path.empty()) return status;
-  for (const char* member : {"tools", "messages", "tool_choice", "add_generation_prompt"}) {
-    if (path.rfind(member, 0) == 0) return WithChatPath(status);
-  }
-  std::string what(status.message());
-  if (what.rfind(path + ": ", 0) == 0) what = what.substr(path.size() + 2);
-  return InvalidField(path, what);
-}
 
 absl::Status GrammarRefusal(const absl::Status& status, const std::string& path) {
   if (status.code() == absl::StatusCode::kInvalidArgument) {
@@ -139,100 +90,11 @@ void GenerationService::RunTextWork(size_t bytes, std::function<void()> work,
   refuse(WithDetails(absl::ResourceExhaustedError("too many large prompts wait to be encoded"), details));
 }
 
-// What a request's input becomes: ids, and how its reply is to be read.
-struct GenerationService::Prompt {
-  std::vector<int32_t> ids;
-  bool is_chat = false;
-  OpenChannel open_channel = OpenChannel::kNone;
-  int32_t opening_ids = 0;
-  int32_t history_calls = 0;
-};
-
-absl::StatusOr<GenerationService::Prompt> GenerationService::ChatPromptOf(const ServedModel& model,
-                                                                          const GenerationRequest& request) const {
-  ChatRequest chat = std::get<ChatRequest>(request.input);
-  if (chat.messages.size() > kMaxMessages) {
-    return InvalidField("chat.messages",
-                        absl::StrCat("has ", chat.messages.size(), " messages; at most ", kMaxMessages));
-  }
-  const RequestedReasoning& reasoning = request.reasoning;
-  chat.options.thinking = reasoning.enabled.value_or(true);
-  if (options_.vendor_strict && !chat.options.thinking) {
-    return InvalidField("reasoning.enabled", "thinking cannot be switched off");
-  }
-  if (reasoning.effort.has_value()) {
-    chat.options.effort = *reasoning.effort;
-  } else if (!options_.default_effort.empty()) {
-    const auto effort = ParseEffort(options_.default_effort, "default-effort");
-    if (!effort.ok()) return effort.status();
-    chat.options.effort = *effort;
-  } else {
-    chat.options.effort = model.renderer->format() == ChatFormat::kXtml ? Effort::kMax : Effort::kNone;
-  }
-  if (!reasoning.keep_history) {
-    for (ChatMessage& message : chat.messages) {
-      message.reasoning.clear();
-      message.reasoning_content.clear();
-    }
-  }
-  if (request.constraint.kind == RequestedConstraint::Kind::kJsonObject) {
-    chat.options.response_format = ResponseFormat::kJsonObject;
-  } else if (request.constraint.kind == RequestedConstraint::Kind::kJsonSchema) {
-    absl::StatusOr<JsonValue> schema = ParseJson(request.constraint.text);
-    if (!schema.ok()) return InvalidField("constraint.json_schema", std::string(schema.status().message()));
-    chat.options.response_format = ResponseFormat::kJsonSchema;
-    chat.options.response_schema = *std::move(schema);
-  }
-  const absl::Status tools = CheckTools(chat, options_.vendor_strict);
-  if (!tools.ok()) return WithChatPath(tools);
-  absl::StatusOr<ChatPrompt> rendered = model.renderer->RenderToIds(chat);
-  if (!rendered.ok()) return WithChatPath(rendered.status());
-  Prompt prompt;
-  prompt.ids = std::move(rendered->ids);
-  prompt.is_chat = true;
-  prompt.open_channel = rendered->open_channel;
-  prompt.opening_ids = rendered->opening_ids;
-  prompt.history_calls = rendered->history_calls;
-  return prompt;
-}
-
-absl::StatusOr<GenerationService::Prompt> GenerationService::PromptOf(const ServedModel& model,
-                                                                      const GenerationRequest& request) const {
-  if (std::holds_alternative<ChatRequest>(request.input)) return ChatPromptOf(model, request);
-  Prompt prompt;
-  const int32_t vocab_size = model.engine->Limits().vocab_size;
-  if (const auto* ids = std::get_if<std::vector<uint32_t>>(&request.input)) {
-    if (ids->empty()) return InvalidField("tokens.ids", "must hold at least one token");
-    const absl::Status status = CheckTokenIds(*ids, vocab_size, "tokens.ids");
-    if (!status.ok()) return status;
-    prompt.ids.assign(ids->begin(), ids->end());
-    return prompt;
-  }
-  const auto* segments = std::get_if<std::vector<PromptSegment>>(&request.input);
-  if (segments == nullptr) return InvalidField("input", "one of chat, prompt or tokens is needed");
-  for (size_t i = 0; i < segments->size(); ++i) {
-    const PromptSegment& segment = (*segments)[i];
-    const std::string path = absl::StrCat("prompt.segments[", i, "]");
-    if (const auto* ids = std::get_if<std::vector<uint32_t>>(&segment.part)) {
-      const absl::Status status = CheckTokenIds(*ids, vocab_size, absl::StrCat(path, ".ids.ids"));
-      if (!status.ok()) return status;
-      prompt.ids.insert(prompt.ids.end(), ids->begin(), ids->end());
-      continue;
-    }
-    const absl::Status status =
-        model.tokenizer->Encode(std::get<std::string>(segment.part),
-                                segment.control_tokens ? EncodeMode::kControl : EncodeMode::kOrdinary, &prompt.ids);
-    if (!status.ok()) return InvalidField(absl::StrCat(path, ".text"), std::string(status.message()));
-  }
-  if (prompt.ids.empty()) return InvalidField("prompt", "must hold at least one token");
-  return prompt;
-}
-
 // All that is known before the request goes to the engine.
 struct GenerationService::Prepared {
   std::shared_ptr<const ServedModel> model;
   EffectiveSampling effective;
-  Prompt prompt;
+  RequestPrompt prompt;
   std::optional<AnswerGrammar> grammar;
 };
 
@@ -258,7 +120,7 @@ absl::StatusOr<GenerationService::Prepared> GenerationService::Prepare(Generatio
   absl::StatusOr<EffectiveSampling> effective =
       ResolveSampling(request, model, limits, {.vendor_strict = options_.vendor_strict});
   if (!effective.ok()) return effective.status();
-  absl::StatusOr<Prompt> prompt = PromptOf(model, request);
+  absl::StatusOr<RequestPrompt> prompt = PromptOf(model, request, prompt_defaults());
   if (!prompt.ok()) return prompt.status();
   status = ResolveLength(request, static_cast<int64_t>(prompt->ids.size()), limits, &*effective);
   if (!status.ok()) return status;
@@ -354,7 +216,7 @@ RequestSpan GenerationService::SpanOf(const GenerationRequest& request, Clock::t
 }
 
 absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(
-    const ServedModel& model, GenerationRequest& request, EffectiveSampling effective, Prompt prompt,
+    const ServedModel& model, GenerationRequest& request, EffectiveSampling effective, RequestPrompt prompt,
     std::vector<std::unique_ptr<TokenConstraint>> constraints, Clock::time_point arrival) {
   const auto prompt_tokens = static_cast<int32_t>(prompt.ids.size());
   const int32_t num_choices = effective.num_choices;
@@ -456,7 +318,7 @@ void GenerationService::Render(GenerationRequest request, IdsDone done) {
       [this, shared, done] {
         const auto model = ModelFor(shared->model);
         if (!model.ok()) return done(model.status());
-        absl::StatusOr<Prompt> prompt = PromptOf(**model, *shared);
+        absl::StatusOr<RequestPrompt> prompt = PromptOf(**model, *shared, prompt_defaults());
         if (!prompt.ok()) return done(prompt.status());
         done(std::move(prompt->ids));
       },

@@ -15,6 +15,7 @@
 #include "server/generation_request.h"
 #include "server/health.h"
 #include "server/metrics.h"
+#include "server/request_prompt.h"
 #include "server/response_stream.h"
 #include "server/served_model.h"
 #include "server/span_exporter.h"
@@ -89,7 +90,6 @@ class GenerationService {
   void AbortAll(const absl::Status& status);
 
  private:
-  struct Prompt;
   struct Prepared;
   struct InProgress {
     std::weak_ptr<ResponseStream> stream;
@@ -102,15 +102,14 @@ class GenerationService {
   RequestSpan SpanOf(const GenerationRequest& request, Clock::time_point arrival) const;
 
   absl::StatusOr<std::shared_ptr<const ServedModel>> ModelFor(const std::string& name) const;
-  absl::StatusOr<Prompt> PromptOf(const ServedModel& model, const GenerationRequest& request) const;
-  absl::StatusOr<Prompt> ChatPromptOf(const ServedModel& model, const GenerationRequest& request) const;
+  PromptDefaults prompt_defaults() const { return {options_.default_effort, options_.vendor_strict}; }
   absl::StatusOr<Prepared> Prepare(GenerationRequest& request, const CancelFlag& cancelled,
                                    Clock::time_point arrival) const;
   // Prepares, waits for the grammar if there is one, submits.
   void StartNow(const std::shared_ptr<GenerationRequest>& request, const CancelFlag& cancelled,
                 Clock::time_point arrival, const StartDone& done);
   absl::StatusOr<std::shared_ptr<ResponseStream>> Submit(const ServedModel& model, GenerationRequest& request,
-                                                         EffectiveSampling effective, Prompt prompt,
+                                                         EffectiveSampling effective, RequestPrompt prompt,
                                                          std::vector<std::unique_ptr<TokenConstraint>> constraints,
                                                          Clock::time_point arrival);
   // Runs `work` here, or on a text thread when `bytes` of text would hold this thread up.

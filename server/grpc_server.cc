@@ -12,14 +12,13 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "server/grpc_acceptor.h"
 #include "server/grpc_credentials.h"
 #include "server/grpc_generation.h"
 #include "server/grpc_health.h"
 #include "server/grpc_malformed.h"
 #include "server/grpc_reflection.h"
-#include "server/tcp_connections.h"
 
 namespace k3 {
 namespace {
@@ -27,20 +26,13 @@ namespace {
 constexpr char kPackage[] = "k3serve.inference.v1.";
 constexpr std::chrono::seconds kDisconnectTime{1};  // for gRPC to notice that its peers are gone
 constexpr int kHandshakeTimeoutMs = 10000;          // TLS and the HTTP/2 preface
+constexpr int kAdminConnections = 64;
 constexpr char kHealth[] = "grpc.health.v1.Health";
-
-// An IPv6 address needs brackets before a port.
-std::string Address(const std::string& host, int port) {
-  return absl::StrContains(host, ':') && host[0] != '[' ? absl::StrCat("[", host, "]:", port)
-                                                        : absl::StrCat(host, ":", port);
-}
 
 void SetTransport(grpc::ServerBuilder& builder, const GrpcServerOptions& options) {
   const auto bytes = static_cast<int>(options.max_message_mib << 20);
   builder.SetMaxReceiveMessageSize(bytes);
   builder.SetMaxSendMessageSize(bytes);
-  // Another process on the same port is an error here, not a way to share load.
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
@@ -66,12 +58,16 @@ void WaitFor(std::chrono::milliseconds limit, const Done& done) {
 struct Listener {
   std::shared_ptr<grpc::ServerCredentials> credentials;  // asked at each handshake
   std::vector<std::unique_ptr<grpc::Service>> services;
+  std::unique_ptr<GrpcAcceptor> acceptor;
   std::unique_ptr<grpc::Server> server;
-  int port = 0;
 };
 
-absl::Status Listen(const GrpcServerOptions& options, int port, ServerHealth* health, std::vector<std::string> names,
-                    Listener* listener) {
+int PortOf(const Listener& listener) { return listener.acceptor == nullptr ? 0 : listener.acceptor->port(); }
+
+absl::Status Listen(const GrpcServerOptions& options, int port, int max_connections, ServerHealth* health,
+                    std::vector<std::string> names, Listener* listener) {
+  absl::StatusOr<std::unique_ptr<GrpcAcceptor>> acceptor = GrpcAcceptor::Listen(options.host, port, max_connections);
+  if (!acceptor.ok()) return acceptor.status();
   listener->services.push_back(MakeHealthService(health, names));
   names.push_back(kHealth);
   names.push_back("grpc.reflection.v1.ServerReflection");
@@ -81,14 +77,14 @@ absl::Status Listen(const GrpcServerOptions& options, int port, ServerHealth* he
   grpc::ServerBuilder builder;
   SetTransport(builder, options);
   builder.experimental().SetInterceptorCreators(MakeMalformedMessageInterceptors());
-  const std::string address = Address(options.host, port);
   listener->credentials = MakeServerCredentials(options.tls);
-  builder.AddListeningPort(address, listener->credentials, &listener->port);
+  auto connections = builder.experimental().AddExternalConnectionAcceptor(
+      grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, listener->credentials);
   for (const auto& service : listener->services) builder.RegisterService(service.get());
   listener->server = builder.BuildAndStart();
-  if (listener->server == nullptr || listener->port == 0) {
-    return absl::UnavailableError(absl::StrCat("cannot listen on ", address, " for gRPC"));
-  }
+  if (listener->server == nullptr) return absl::UnavailableError("the gRPC server cannot be built");
+  listener->acceptor = *std::move(acceptor);
+  listener->acceptor->Start(std::move(connections));
   return absl::OkStatus();
 }
 
@@ -120,31 +116,32 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOp
     impl->main.services.push_back(
         MakeGrpcModelService(generation, health, keys, {options.max_message_mib, options.default_effort}));
     const absl::Status status =
-        Listen(options, *options.port, health,
+        Listen(options, *options.port, options.max_connections, health,
                {name("GenerationService"), name("TokenizerService"), name("ModelService")}, &impl->main);
     if (!status.ok()) return status;
   }
   if (options.admin_port.has_value()) {
     impl->admin.services.push_back(MakeGrpcAdminService(generation, keys, std::move(actions)));
-    const absl::Status status = Listen(options, *options.admin_port, health, {name("AdminService")}, &impl->admin);
+    const absl::Status status =
+        Listen(options, *options.admin_port, kAdminConnections, health, {name("AdminService")}, &impl->admin);
     if (!status.ok()) return status;
   }
   return std::unique_ptr<GrpcServer>(new GrpcServer(std::move(impl)));
 }
 
-int GrpcServer::port() const { return impl_->main.port; }
-int GrpcServer::admin_port() const { return impl_->admin.port; }
+int GrpcServer::port() const { return PortOf(impl_->main); }
+int GrpcServer::admin_port() const { return PortOf(impl_->admin); }
 int GrpcServer::calls() const { return impl_->calls.load(); }
 
 void GrpcServer::Shutdown(std::chrono::milliseconds grace) {
   const std::array<Listener*, 2> listeners = {&impl_->main, &impl_->admin};
   for (Listener* listener : listeners) {
-    if (listener->server != nullptr) RefuseConnections(listener->port);
+    if (listener->server != nullptr) listener->acceptor->Stop();
   }
   WaitFor(grace, [this] { return impl_->calls == 0; });
   for (Listener* listener : listeners) {
     if (listener->server == nullptr) continue;
-    WaitFor(kDisconnectTime, [port = listener->port] { return EndConnections(port) == 0; });
+    WaitFor(kDisconnectTime, [acceptor = listener->acceptor.get()] { return acceptor->EndConnections() == 0; });
     listener->server->Shutdown(std::chrono::system_clock::now());
     listener->server->Wait();
     listener->server.reset();

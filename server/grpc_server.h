@@ -21,6 +21,7 @@ struct GrpcServerOptions {
   Port port = 50051;
   Port admin_port;
   int64_t max_message_mib = 64;
+  int max_connections = 16384;            // of the public listener
   int64_t max_concurrent_streams = 4096;  // per connection; at or above queue + running
   const TlsStore* tls = nullptr;          // null: plain; must outlive the server
   std::chrono::milliseconds write_stall_limit{60000};
@@ -45,8 +46,8 @@ class GrpcServer {
   // Generation calls that gRPC is not yet done with: their status may still be on its way.
   int calls() const;
 
-  // Takes no new connection, lets generation calls end within `grace`, then ends the connections: whatever still runs or
-  // is just arriving becomes UNAVAILABLE at its client. Returns when all calls have ended here too.
+  // Takes no new connection, lets generation calls end within `grace`, then ends the connections: whatever still runs
+  // or is just arriving becomes UNAVAILABLE at its client. Returns when all calls have ended here too.
   void Shutdown(std::chrono::milliseconds grace);
 
  private:

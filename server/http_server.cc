@@ -1,16 +1,11 @@
 #include "server/http_server.h"
 
-#include <sys/resource.h>
-
 #include <algorithm>
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/steady_timer.hpp>
 #include <cstdint>
-#include <filesystem>
-#include <iterator>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -27,30 +22,7 @@ namespace asio = boost::asio;
 using tcp = asio::ip::tcp;
 using ErrorCode = boost::system::error_code;
 
-// Descriptors beside those of HTTP connections.
-constexpr uint64_t kOtherDescriptors = 1024;
 constexpr Clock::duration kAcceptWarningInterval = std::chrono::seconds(10);
-
-// Each connection needs a descriptor; the soft limit is often 1,024 for no reason but history. Where the hard limit is
-// low too, fewer connections are taken.
-void FitDescriptorLimit(HttpServerOptions* options) {
-  rlimit limit;
-  std::error_code error;
-  const std::filesystem::directory_iterator files("/proc/self/fd", error);
-  if (error || getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
-  const auto open = static_cast<uint64_t>(std::distance(begin(files), end(files)));
-  const rlim_t wanted = static_cast<rlim_t>(options->max_connections) + kOtherDescriptors + open;
-  if (limit.rlim_cur < wanted) {
-    limit.rlim_cur = limit.rlim_max == RLIM_INFINITY ? wanted : std::min(wanted, limit.rlim_max);
-    setrlimit(RLIMIT_NOFILE, &limit);
-    getrlimit(RLIMIT_NOFILE, &limit);
-  }
-  const int fit = HttpServer::ConnectionsWithin(options->max_connections, limit.rlim_cur, open);
-  if (fit == options->max_connections) return;
-  spdlog::warn("http: at most {} connections, not {}: the limit of open files is {} (ulimit -n)", fit,
-               options->max_connections, limit.rlim_cur);
-  options->max_connections = fit;
-}
 
 }  // namespace
 
@@ -157,18 +129,11 @@ class HttpServer::Impl {
   bool stopped_ = false;
 };
 
-int HttpServer::ConnectionsWithin(int wanted, uint64_t descriptors, uint64_t open) {
-  const uint64_t left = descriptors > open ? descriptors - open : 0;
-  const uint64_t fit = left - std::min(kOtherDescriptors, (left + 1) / 2);
-  return static_cast<int>(std::clamp<uint64_t>(fit, 1, static_cast<uint64_t>(std::max(wanted, 1))));
-}
-
 HttpServer::HttpServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 HttpServer::~HttpServer() = default;
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(HttpServerOptions options, HttpHandler& handler,
                                                               Offload offload) {
-  FitDescriptorLimit(&options);
   auto impl = std::make_unique<Impl>(std::move(options), handler, std::move(offload));
   absl::Status status = impl->Listen();
   if (!status.ok()) return status;

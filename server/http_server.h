@@ -16,10 +16,6 @@ namespace k3 {
 // within one pass of the event loop, whether or not anything is being written. Knows nothing of routes or JSON.
 class HttpServer {
  public:
-  // How many of `wanted` connections a process can hold that may have `descriptors` of them open and has `open` now.
-  // The rest is for gRPC's connections and for files: with none left, nobody could even be told that it is full.
-  static int ConnectionsWithin(int wanted, uint64_t descriptors, uint64_t open);
-
   // Runs a task on another thread; used for requests with large bodies. Empty: everything runs on the event loops.
   using Offload = std::function<void(std::function<void()>)>;
 

@@ -30,7 +30,7 @@ void AddNetworkFlags(FlagSet& flags, ServerConfig& config) {
                "clients must show a certificate of this authority (PEM)");
   flags.Int("max-message-mib", &config.max_message_mib, {1, 256}, "largest gRPC message, MiB");
   flags.Int("max-body-mib", &config.max_body_mib, {1, 1024}, "largest HTTP body, MiB");
-  flags.Int("max-connections", &config.max_connections, {1, 1e6}, "open HTTP connections; more are turned away");
+  flags.Int("max-connections", &config.max_connections, {1, 1e6}, "open connections of each front end; more are turned away");
   flags.Int("max-streams-per-key", &config.max_streams_per_key, {1, 1e6},
             "requests in progress of one API key; more are refused (default: no limit)");
 }

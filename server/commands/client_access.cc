@@ -12,16 +12,13 @@
 namespace k3 {
 namespace {
 
-absl::Status Bad(const char* flag, const std::string& path, const std::string& what) {
-  return absl::InvalidArgumentError(absl::StrCat("--", flag, ": ", path, ": ", what));
-}
-
 // OpenSSL's reason for the file at hand.
 absl::Status BadFile(const char* flag, const std::string& path) {
   const unsigned long code = ERR_peek_last_error();
   ERR_clear_error();
   const char* reason = code == 0 ? nullptr : ERR_reason_error_string(code);
-  return Bad(flag, path, reason == nullptr ? "cannot be used" : reason);
+  return absl::InvalidArgumentError(
+      absl::StrCat("--", flag, ": ", path, ": ", reason == nullptr ? "cannot be used" : reason));
 }
 
 absl::Status ReadText(const char* flag, const std::string& path, std::string* text) {
@@ -77,9 +74,6 @@ absl::Status ClientAccess::Load() {
     if (SSL_CTX_use_certificate_chain_file(context, cert_path_.c_str()) != 1) return BadFile("tls-cert", cert_path_);
     if (SSL_CTX_use_PrivateKey_file(context, cert_key_path_.c_str(), SSL_FILETYPE_PEM) != 1) {
       return BadFile("tls-key", cert_key_path_);
-    }
-    if (SSL_CTX_check_private_key(context) != 1) {
-      return Bad("tls-key", cert_key_path_, absl::StrCat("does not belong to the certificate of ", cert_path_));
     }
   }
   return absl::OkStatus();

@@ -99,8 +99,9 @@ std::string PlanTable(const PlanSubject& subject, const MemoryRequest& request, 
   line("  page pool", absl::StrFormat("%s   %d pages of %d tokens, %s each", Gib(plan.page_pool_bytes()),
                                       plan.latent_pages, request.page_size, Size(plan.page_bytes)));
   // On the CPU the pools are as large as they are told to be: what counts is the memory that is free.
-  line("  total", request.is_cpu ? absl::StrFormat("%s   of %s free", Gib(plan.used_bytes()), Size(request.memory_bytes))
-                                 : absl::StrFormat("%s   of %s", Gib(plan.used_bytes()), Size(plan.budget_bytes)));
+  line("  total", request.is_cpu
+                      ? absl::StrFormat("%s   of %s free", Gib(plan.used_bytes()), Size(request.memory_bytes))
+                      : absl::StrFormat("%s   of %s", Gib(plan.used_bytes()), Size(plan.budget_bytes)));
   absl::StrAppend(&text, "\n", absl::StrFormat("%16s%12s   %s\n", "sequences of", "fit at once", "bound by"));
   for (const ContextFit& fit : plan.fits) {
     absl::StrAppend(&text, absl::StrFormat("%9d tokens%12d   %s\n", fit.context, fit.sequences, fit.binding));

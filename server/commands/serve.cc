@@ -13,6 +13,7 @@
 #include "absl/strings/str_format.h"
 #include "server/api_keys.h"
 #include "server/commands/model_loader.h"
+#include "server/descriptor_limit.h"
 #include "server/engine_host.h"
 #include "server/exit_codes.h"
 #include "server/generation_service.h"
@@ -142,7 +143,10 @@ class Server {
       if (!tls.ok()) return Fail(kExitUsage, tls.status());
       tls_ = *std::move(tls);
     }
+    const int listeners = (config_.grpc_port.has_value() ? 1 : 0) + (config_.port.has_value() ? 1 : 0);
+    max_connections_ = FitDescriptorLimit(static_cast<int>(config_.max_connections), listeners);
     GrpcServerOptions options;
+    options.max_connections = max_connections_;
     options.tls = tls_.get();
     options.host = config_.host;
     options.port = config_.grpc_port;
@@ -178,7 +182,7 @@ class Server {
     options.host = config_.host;
     options.port = *config_.port;
     options.max_body_bytes = static_cast<uint64_t>(config_.max_body_mib) << 20;
-    options.max_connections = static_cast<int>(config_.max_connections);
+    options.max_connections = max_connections_;
     auto server =
         HttpServer::Start(options, gateway_, [this](std::function<void()> task) { http_pool_.Post(std::move(task)); });
     if (!server.ok()) return Fail(kExitCannotBind, server.status());
@@ -309,6 +313,7 @@ class Server {
   }
 
   const ServerConfig config_;
+  int max_connections_ = 0;  // of each front end: what the limit of open files allows
   ApiKeys keys_;
   std::unique_ptr<TlsStore> tls_;
   ServerHealth health_;

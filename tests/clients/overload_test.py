@@ -252,6 +252,44 @@ class OverloadTest(unittest.TestCase):
                 sock.close()
         self.assertEqual(server.stop(), 0)
 
+    def test_grpc_connections_beyond_the_limit_are_turned_away(self):
+        server = self.start("--max-connections", "12")
+        request = service.GenerateRequest(spec=token_spec([5], max_new_tokens=2, ignore_eos=True))
+
+        def served():
+            with grpc.insecure_channel(server.grpc, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+                try:
+                    service_grpc.GenerationServiceStub(channel).Generate(request, timeout=60)
+                    return True
+                except grpc.RpcError as error:
+                    self.assertEqual(error.code(), grpc.StatusCode.UNAVAILABLE)
+                    return False
+
+        with grpc.insecure_channel(server.grpc) as channel:
+            stub = service_grpc.GenerationServiceStub(channel)
+            stub.Generate(request)
+            crowd = [socket.create_connection(tuple(server.grpc.split(":")), timeout=5) for _ in range(30)]
+            self.assertEqual(sum(map(self.was_closed, crowd)), 30 - 11)
+            self.assertFalse(served())
+            stub.Generate(request)  # a connection that was there
+            with urllib.request.urlopen(server.url + "/health/ready", timeout=30) as reply:
+                self.assertEqual(reply.status, 200)
+            for sock in crowd:
+                sock.close()
+        until = time.monotonic() + 30
+        while not served():
+            self.assertLess(time.monotonic(), until)
+        self.assertEqual(server.stop(), 0)
+
+    @staticmethod
+    def was_closed(sock):
+        """The server's side speaks first: a settings frame, or the end."""
+        sock.settimeout(30)
+        try:
+            return sock.recv(1000) == b""
+        except ConnectionError:
+            return True
+
     @staticmethod
     def told_full(sock):
         sock.settimeout(0.3)

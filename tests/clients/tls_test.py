@@ -145,6 +145,55 @@ class TlsTest(unittest.TestCase):
                     session = secure.session
         self.assertEqual(server.stop(), 0)
 
+    def test_commands_speak_tls(self):
+        server = self.start("--tls-client-ca", self.authority.cert, "--host", "0.0.0.0")
+        http_port, grpc_port = (address.split(":")[1] for address in (server.http, server.grpc))
+        cert = ["--tls-ca", self.authority.cert, "--tls-cert", self.client_files[0], "--tls-key", self.client_files[1]]
+
+        def run(*words):
+            result = subprocess.run([BINARY, *words], capture_output=True, text=True, timeout=120)
+            return result.returncode, result.stdout + result.stderr
+
+        def bench(*words):
+            return run("bench", *words, "--num-requests", "6", "--concurrency", "2", "--input-len", "8", "--output-len",
+                       "4", "--no-progress", "--timeout", "30")
+
+        for host in ("127.0.0.1", "localhost"):
+            url, target = f"https://{host}:{http_port}", f"{host}:{grpc_port}"
+            for where in (["--url", url], ["--target", target]):
+                code, text = bench(*where, *cert)
+                self.assertEqual(code, 0, text)
+            code, text = run("generate", "What is grep?", "--max-tokens", "4", "--target", target, *cert)
+            self.assertEqual(code, 0, text)
+        code, text = run("verify", "--server", url, "--target", target, *cert)
+        self.assertEqual(code, 0, text)
+        # No certificate, a stranger's, an authority that did not sign the server's, another host's name, no TLS.
+        only_ca, stranger = cert[:2], ["--tls-ca", self.stranger.cert, *cert[2:]]
+        other = ["--tls-ca", self.authority.cert, "--tls-cert", self.stranger_files[0], "--tls-key", self.stranger_files[1]]
+        for flags, address in ((only_ca, "127.0.0.1"), (other, "127.0.0.1"), (stranger, "127.0.0.1"), (cert, "127.0.0.2"),
+                               (["--tls"], "127.0.0.1")):
+            for words in (("bench", "--url", f"https://{address}:{http_port}"),
+                          ("verify", "--server", f"https://{address}:{http_port}"),
+                          ("generate", "x", "--timeout", "20", "--target", f"{address}:{grpc_port}")):
+                code, text = run(*words, *flags)
+                self.assertIn(code, (1, 2), (words, flags, text))
+                self.assertNotIn("completed", text)
+                if words[0] != "generate" and "https" in words[2] and flags in (stranger, ["--tls"]):
+                    self.assertIn("certificate verify failed", text)
+        self.assertNotEqual(bench("--url", f"http://127.0.0.1:{http_port}")[0], 0)
+        self.assertNotEqual(bench("--target", f"127.0.0.1:{grpc_port}", *stranger)[0], 0)
+        # What would send a key in the clear, or is only half given, is refused with its name.
+        for words, why in ((("--url", f"http://127.0.0.1:{http_port}", *only_ca), "https"),
+                           (("--target", server.grpc, "--tls-cert", self.client_files[0]), "--tls-key"),
+                           (("--target", server.grpc, *cert[:4], "--tls-key", self.stranger_files[1]), "mismatch"),
+                           (("--target", server.grpc, "--tls-ca", "/nowhere"), "/nowhere"),
+                           (("--target", server.grpc, "--tls-ca", self.client_files[1]), "--tls-ca"),
+                           (("--target", server.grpc, "--insecure"), "unknown flag")):
+            code, text = bench(*words)
+            self.assertEqual(code, 2, text)
+            self.assertIn(why, text)
+        self.assertEqual(server.stop(), 0)
+
     def test_probes_need_no_certificate_on_their_own_port(self):
         server = self.start("--tls-client-ca", self.authority.cert, "--probe-port", "0")
         port = re.search(r"probes are answered on http 127.0.0.1:(\d+)", self.log(server)).group(1)

@@ -170,7 +170,8 @@ TEST(HttpUrlTest, ReadsHostPortAndBase) {
   EXPECT_TRUE(tls->https);
   EXPECT_EQ(tls->authority(), "k3.example.org:443");
   EXPECT_FALSE(plain->https);
-  for (const char* bad : {"https://", "ftp://a", "localhost:8000", "http://", "http://a:0", "http://a:x", "http://[::1", ""}) {
+  for (const char* bad :
+       {"https://", "ftp://a", "localhost:8000", "http://", "http://a:0", "http://a:x", "http://[::1", ""}) {
     EXPECT_THAT(std::string(ParseHttpUrl(bad).status().message()), HasSubstr("--url")) << bad;
   }
 }

@@ -546,16 +546,6 @@ TEST_F(HttpServerTest, TooManyConnectionsGetA503) {
   EXPECT_EQ(reply->status, 503);
 }
 
-TEST(HttpServerLimitsTest, ConnectionsLeaveDescriptorsForTheRest) {
-  EXPECT_EQ(HttpServer::ConnectionsWithin(16384, 1 << 20, 20), 16384);
-  EXPECT_EQ(HttpServer::ConnectionsWithin(16384, 16384 + 1024 + 20, 20), 16384);
-  EXPECT_EQ(HttpServer::ConnectionsWithin(16384, 4096, 20), 4096 - 20 - 1024);
-  EXPECT_EQ(HttpServer::ConnectionsWithin(16384, 64, 24), 20) << "half of what is left";
-  EXPECT_EQ(HttpServer::ConnectionsWithin(10, 64, 24), 10);
-  EXPECT_EQ(HttpServer::ConnectionsWithin(16384, 64, 64), 1);
-  EXPECT_EQ(HttpServer::ConnectionsWithin(16384, 8, 24), 1);
-}
-
 TEST_F(HttpServerTest, DrainFinishesAnswersAndStopEndsTheRest) {
   HttpClient running(port());
   running.SendRequest("POST", "/running");
