@@ -14,6 +14,7 @@ namespace {
 
 // Descriptors beside those of the connections.
 constexpr uint64_t kOtherDescriptors = 1024;
+constexpr int kFewConnections = 1024;  // fewer are worth a warning
 
 }  // namespace
 
@@ -31,8 +32,9 @@ int FitDescriptorLimit(int wanted, int listeners) {
   }
   const int fit = ConnectionsWithin(wanted, listeners, limit.rlim_cur, open);
   if (fit != wanted) {
-    spdlog::warn("at most {} connections of each front end, not {}: the limit of open files is {} (ulimit -n)", fit,
-                 wanted, limit.rlim_cur);
+    const auto level = fit < kFewConnections ? spdlog::level::warn : spdlog::level::info;
+    spdlog::log(level, "at most {} connections of each front end, not {}: the limit of open files is {} (ulimit -n)",
+                fit, wanted, limit.rlim_cur);
   }
   return fit;
 }

@@ -1,0 +1,128 @@
+"""An engine that hangs and a device that fails, in a real server: what probes, running requests and the process say.
+Needs grpcio and permission to trace a child process."""
+
+import json
+import re
+import threading
+import time
+import unittest
+import urllib.error
+import urllib.request
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from frozen_thread import FrozenThread, threads
+from running_server import RunningServer, main
+
+STALL = 30  # seconds without a finished step
+
+
+def probe(url):
+    """The status, None when nobody answers in time."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+class StallTest(unittest.TestCase):
+    def start(self, *flags):
+        server = RunningServer(BINARY, MODEL, *flags)
+        self.addCleanup(server.log.close)
+        self.addCleanup(lambda: server.process.poll() is None and server.process.kill())
+        return server
+
+    def stream(self, server):
+        """A request that goes on for ever: its events, which fill up, and its thread."""
+        events = []
+        begun = threading.Event()
+
+        def read():
+            body = json.dumps({"prompt": "x", "max_tokens": 100000, "ignore_eos": True, "stream": True}).encode()
+            with urllib.request.urlopen(server.url + "/v1/completions", body, timeout=120) as reply:
+                for line in reply:
+                    if line.startswith(b"data: "):
+                        events.append((time.monotonic(), line[6:].strip()))
+                        begun.set()
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        self.assertTrue(begun.wait(60))
+        return events, thread
+
+    def wait_for(self, condition, seconds):
+        until = time.monotonic() + seconds
+        while not condition():
+            self.assertLess(time.monotonic(), until)
+            time.sleep(0.1)
+
+    # B48: ready, the gRPC health service and the metrics tell of a hanging step, alive or not is another question.
+    def test_an_engine_that_hangs_is_not_ready_until_it_goes_on(self):
+        server = self.start("--shutdown-timeout", "1")
+        events, _ = self.stream(server)
+        with grpc.insecure_channel(server.grpc) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=300)
+            self.assertEqual(next(watch).status, health_pb2.HealthCheckResponse.SERVING)
+            engine = FrozenThread(next(tid for tid, (name, _) in threads(server.process.pid).items()
+                                       if name == "k3-engine"))
+            engine.freeze_outside_of_locks(lambda: probe(server.url + "/health/live") == 200)
+            begin = time.monotonic()
+            try:
+                self.assertEqual(next(watch).status, health_pb2.HealthCheckResponse.NOT_SERVING)
+                seconds = time.monotonic() - begin
+                self.assertEqual(probe(server.url + "/health/ready"), 503)
+                self.assertEqual(probe(server.url + "/health/live"), 200)
+                self.assertEqual(probe(server.url + "/metrics"), 200)
+            finally:
+                engine.thaw()
+            self.assertGreater(seconds, STALL - 5)
+            self.assertLess(seconds, STALL + 15)  # half of it for a busy machine
+            self.assertEqual(next(watch).status, health_pb2.HealthCheckResponse.SERVING)
+            self.assertEqual(probe(server.url + "/health/ready"), 200)
+            seen = len(events)
+            self.wait_for(lambda: len(events) > seen, 30)  # the request was not lost
+            watch.cancel()
+        self.assertEqual(server.stop(), 0)
+
+    # B48: the device's error ends the requests, then the process.
+    def test_a_failed_device_ends_requests_and_process(self):
+        server = self.start("--tensor-parallel-size", "2", "--threads", "2", "--rank-timeout", "1")
+        events, thread = self.stream(server)
+        # The ranks compute, nobody else does.
+        ticks = {}
+        while sorted(ticks.values())[-2:-1] < [50]:
+            time.sleep(0.1)
+            ticks = {tid: used for tid, (name, used) in threads(server.process.pid).items() if name != "k3-engine"}
+        rank = FrozenThread(max(ticks, key=ticks.get))
+        rank.freeze_outside_of_locks(lambda: probe(server.url + "/health/live") == 200)
+        time.sleep(10)  # the other rank gives up after five --rank-timeout on the CPU
+        rank.thaw()
+        begin = time.monotonic()
+        states = set()
+        while server.process.poll() is None:
+            states.add(probe(server.url + "/health/ready"))
+            self.assertLess(time.monotonic() - begin, 30)
+            time.sleep(0.02)
+        thread.join(timeout=30)
+        self.assertEqual(server.process.returncode, 70)
+        self.assertIn(503, states)
+        self.assertEqual(events[-1][1], b"[DONE]")
+        self.assertEqual(json.loads(events[-2][1])["error"]["type"], "server_error")
+        self.assertLess(events[-1][0] - begin, 10)  # at once; tests run beside others
+        server.log.seek(0)
+        self.assertTrue(re.search(r"critical .*device has failed", server.log.read().decode()))
+        server.process.stdout.close()
+
+
+def configure(binary, model_dir):
+    global BINARY, MODEL
+    BINARY, MODEL = binary, model_dir
+
+
+if __name__ == "__main__":
+    main(configure)
