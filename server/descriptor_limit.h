@@ -5,7 +5,7 @@
 namespace k3 {
 
 // Every connection needs a descriptor. Raises the process's limit of open files so that each of `listeners` can hold
-// `wanted` connections, as far as the hard limit goes, and returns how many each can hold; a warning says when that is
+// `wanted` connections, as far as the hard limit goes, and returns how many each can hold; a log line says when that is
 // fewer. The soft limit is often 1,024 for no reason but history.
 int FitDescriptorLimit(int wanted, int listeners);
 
