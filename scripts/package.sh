@@ -57,6 +57,15 @@ grammar_sources=$(sed -n 's/^K3_XGRAMMAR_DIR:PATH=//p' "$(dirname "$binary")/CMa
 for text in LICENSE NOTICE; do
   if [ -f "$grammar_sources/$text" ]; then install -m 644 "$grammar_sources/$text" "$out/share/licenses/xgrammar-$text"; fi
 done
+if [ -d "$grammar_sources" ]; then
+  install -m 644 "$grammar_sources/3rdparty/dlpack/LICENSE" "$out/share/licenses/dlpack"
+  sed '/\*\//q' "$grammar_sources/3rdparty/picojson/picojson.h" >"$out/share/licenses/picojson"
+fi
+for headers in nlohmann-json3-dev libboost1.74-dev; do
+  if [ -f "/usr/share/doc/$headers/copyright" ]; then
+    install -m 644 "/usr/share/doc/$headers/copyright" "$out/share/licenses/$headers"
+  fi
+done
 
 # glibc's own parts must be the machine's: they match its loader. libcuda belongs to the driver.
 is_system() {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the table of `serve`'s flags into README.md, from what the program itself says, between the two marker lines.
 With --check it changes nothing and fails when the table is stale, or when the program links a library whose package has
-no row in the table of licences.
+no row in the table of licences. So do libraries that are linked statically, where the program holds their symbols.
 
   scripts/readme_tables.py [--check] [--binary build/k3serve]
 """
@@ -46,10 +46,17 @@ def table(binary):
     return "\n".join(lines[1:]) + "\n"
 
 
+# Sources that are compiled in, by a name in their symbols.
+STATIC = {b"xgrammar": {"xgrammar", "picojson", "dlpack"}}
+
+
 def unlisted_libraries(binary, text):
-    """Linked libraries whose Debian package the licence table does not name; none where there is no dpkg."""
+    """What is linked and the licence table does not name: shared libraries by Debian package, none where there is no dpkg,
+    and static ones."""
     licences = text.split("## Licences")[1].split("\n## ")[0]
     named = set(re.findall(r"`([^`]+)`", licences))
+    program = pathlib.Path(binary).read_bytes()
+    missing = {name for symbol, names in STATIC.items() if symbol in program for name in names - named}
     linked = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
     real = [str(pathlib.Path(path).resolve()) for path in re.findall(r" => (/\S+)", linked)]
     # The package database may name a file below /lib, which is /usr/lib.
@@ -57,12 +64,11 @@ def unlisted_libraries(binary, text):
     try:
         found = subprocess.run(["dpkg-query", "-S", *paths], capture_output=True, text=True).stdout
     except FileNotFoundError:
-        return set()
+        return missing
     owners = {}
     for line in found.splitlines():
         package, path = line.split(": ", 1)
         owners.setdefault(path.removeprefix("/usr"), set()).add(package.split(":")[0])
-    missing = set()
     for packages in owners.values():
         if not packages & named:
             missing |= packages
