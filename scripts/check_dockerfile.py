@@ -196,6 +196,7 @@ class Builder:
         if os.environ.get("PIP_CERT"):
             shutil.copy(os.environ["PIP_CERT"], authority)
             environment |= {"PIP_CERT": "/run/pip-authority.pem"}
+        environment |= {name: os.environ[name] for name in ("PIP_DEFAULT_TIMEOUT", "PIP_INDEX_URL") if name in os.environ}
         if self.ccache:
             environment |= {"CCACHE_DIR": "/mnt", "CCACHE_BASEDIR": image["workdir"], "CCACHE_NOHASHDIR": "1"}
             bind = f"mount --bind {self.ccache} {root}/mnt && "

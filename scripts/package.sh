@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes a folder (and its .tar.gz) that runs on any x86-64 Linux with a glibc as new as this one's: the binary, every
 # shared library but glibc and the GPU driver, the shipped model, licences.
-# Usage: scripts/package.sh [--cuda ON|OFF|AUTO] [--binary FILE] [--out DIR]
+# Usage: scripts/package.sh [--cuda ON|OFF|AUTO] [--grammar ON|OFF|AUTO] [--binary FILE] [--out DIR]
+#   --grammar ON   fails where the sources of structured output are not there, instead of leaving it out
 #   --binary FILE  take this build instead of making one; it must have been linked with the run path of this script
 #   --out DIR      the folder itself; no .tar.gz is made. Default: dist/k3serve-VERSION-linux-x86_64 and its .tar.gz
 set -euo pipefail
@@ -9,11 +10,12 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 
 cuda=AUTO
+grammar=AUTO
 binary=
 out=
 while [ $# -gt 0 ]; do
   case "$1" in
-    --cuda | --binary | --out)
+    --cuda | --grammar | --binary | --out)
       [ $# -ge 2 ] || { echo "package: $1 needs a value" >&2; exit 2; }
       declare "${1#--}=$2"
       shift 2
@@ -33,7 +35,7 @@ link_flags=-Wl,--disable-new-dtags
 if [ -z "$binary" ]; then
   # One folder per kind: the link flags differ from a developer's build.
   build_dir=build-package-$(echo "$cuda" | tr '[:upper:]' '[:lower:]')
-  scripts/build.sh "$build_dir" k3serve -- -DCMAKE_BUILD_TYPE=Release -DK3_TESTS=OFF "-DK3_CUDA=$cuda" \
+  scripts/build.sh "$build_dir" k3serve -- -DCMAKE_BUILD_TYPE=Release -DK3_TESTS=OFF "-DK3_CUDA=$cuda" "-DK3_GRAMMAR=$grammar" \
     "-DCMAKE_EXE_LINKER_FLAGS=$link_flags" "-DCMAKE_BUILD_RPATH=$rpath"
   binary=$build_dir/k3serve
 fi
