@@ -6,6 +6,8 @@ the bytes of the layers. Needs root, debootstrap and a Debian mirror (the machin
 
   scripts/check_dockerfile.py --target cpu --root /var/tmp/k3-image [--keep]
       [--ccache ~/.cache/ccache] [--debs /var/cache/apt/archives]
+  scripts/check_dockerfile.py --target cuda --package dist/k3serve      where the vendor's packages cannot be had: the final
+      stage over a package made elsewhere; started with --device cpu, since there may be no GPU
 """
 
 import argparse
@@ -72,8 +74,9 @@ def size(path):
 
 
 class Builder:
-    def __init__(self, folder, ccache, debs):
+    def __init__(self, folder, ccache, debs, package):
         self.folder = folder
+        self.package = package
         self.ccache = ccache
         self.debs = debs
         self.stages, self.arguments = stages()
@@ -163,7 +166,11 @@ class Builder:
         *sources, target = [w for w in words if not w.startswith("--")]
         target = pathlib.Path(f"{image['root']}{target}" if target.startswith("/")
                               else f"{image['root']}{image['workdir']}/{target}")
-        if source_stage:
+        if source_stage and self.package:
+            for source in sources:
+                inside = pathlib.PurePath(source).relative_to("/opt/k3serve")
+                shutil.copytree(self.package / inside, target, symlinks=True, dirs_exist_ok=True)
+        elif source_stage:
             if source_stage not in self.roots:
                 self.roots[source_stage] = self.build(source_stage)["root"]
             for source in sources:
@@ -217,7 +224,7 @@ class Builder:
 def start_and_stop(image):
     """The container's life: start as its user in a read-only root, health check, stop signal."""
     root, env = image["root"], dict(image["env"])
-    env.update(K3SERVE_PORT="18900", K3SERVE_GRPC_PORT="18901", K3SERVE_HOST="127.0.0.1")
+    env.update(K3SERVE_PORT="18900", K3SERVE_GRPC_PORT="18901", K3SERVE_HOST="127.0.0.1", K3SERVE_DEVICE="cpu")
     entry = json.loads(image["entrypoint"])
     variables = " ".join(shlex.quote(f"{k}={v}") for k, v in env.items())
 
@@ -252,12 +259,13 @@ def main():
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path("/var/tmp/k3serve-image"))
     parser.add_argument("--ccache", type=pathlib.Path, help="this machine's compiler cache, to build faster")
     parser.add_argument("--debs", type=pathlib.Path, help="a folder of .deb files to take before the mirror's")
+    parser.add_argument("--package", type=pathlib.Path, help="stands for /opt/k3serve of the build stage, which is not run")
     parser.add_argument("--keep", action="store_true", help="leave the roots there")
     args = parser.parse_args()
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         sys.exit("check_dockerfile: needs root and debootstrap")
     args.root.mkdir(parents=True, exist_ok=True)
-    image = Builder(args.root, args.ccache, args.debs and args.debs.resolve()).build(args.target)
+    image = Builder(args.root, args.ccache, args.debs and args.debs.resolve(), args.package).build(args.target)
     start_and_stop(image)
     total = 0
     for what, bytes_ in image["layers"]:
