@@ -280,6 +280,26 @@ TEST(GrpcServerTest, MessagesOverTheLimitAreRefusedAndTheConnectionStays) {
   EXPECT_TRUE(Stream(*harness.generation, TokenSpec(3, 5)).status.ok());
 }
 
+TEST(GrpcServerTest, TheMessageLimitIsExact) {
+  GrpcServerOptions options;
+  options.max_message_mib = 1;
+  GrpcHarness harness({}, options);
+  pb::GenerateRequest request;
+  *request.mutable_spec() = TokenSpec(3, 2);
+  std::string* const salt = request.mutable_spec()->mutable_cache()->mutable_salt();
+  salt->assign((1 << 20) - 100, 's');
+  salt->append((1 << 20) - request.ByteSizeLong(), 's');
+  ASSERT_EQ(request.ByteSizeLong(), 1u << 20);
+  for (const bool over : {false, true, false}) {
+    if (over) salt->push_back('s');
+    grpc::ClientContext context;
+    pb::GenerateResponse response;
+    const grpc::Status status = harness.generation->Generate(&context, request, &response);
+    EXPECT_EQ(status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED, over) << status.error_message();
+    if (over) salt->pop_back();
+  }
+}
+
 TEST(GrpcServerTest, ManyLogprobsArriveWhole) {
   MockService::Options options;
   options.engine.script = [](const Request&, int32_t, int32_t) { return 100; };
