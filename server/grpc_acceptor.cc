@@ -21,6 +21,7 @@ namespace k3 {
 namespace {
 
 constexpr int kBacklog = 4096;
+constexpr int kAcceptsAtOnce = 256;              // then Stop is looked for, however many more wait
 constexpr std::chrono::milliseconds kPause{50};  // without descriptors, or between two counts of a full server
 constexpr std::chrono::seconds kWarningInterval{10};
 
@@ -139,7 +140,7 @@ void GrpcAcceptor::Run() {
 }
 
 bool GrpcAcceptor::AcceptFrom(int listening) {
-  while (true) {
+  for (int i = 0; i < kAcceptsAtOnce; ++i) {
     const int fd = accept4(listening, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
       if (errno == EAGAIN || errno == EWOULDBLOCK) return true;
@@ -164,6 +165,7 @@ bool GrpcAcceptor::AcceptFrom(int listening) {
     connection.fd = fd;
     target_->HandleNewConnection(&connection);
   }
+  return true;
 }
 
 // Counting reads every descriptor, so a flood of connections gets one count a pause.

