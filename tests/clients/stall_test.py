@@ -117,10 +117,18 @@ class StallTest(unittest.TestCase):
             time.sleep(0.1)
             ticks = {tid: used for tid, (name, used) in threads(server.process.pid).items() if name != "k3-engine"}
         rank = FrozenThread(max(ticks, key=ticks.get))
-        rank.freeze_outside_of_locks(lambda: probe(server.url + "/metrics") == 200)
-        time.sleep(10)  # the other rank gives up after five --rank-timeout on the CPU
-        rank.thaw()
-        begin = time.monotonic()
+        # The other rank gives up after five --rank-timeout on the CPU, if it waits for this one: not when the step's last
+        # exchange is over; then the stream goes on.
+        for _ in range(20):
+            rank.freeze_outside_of_locks(lambda: probe(server.url + "/metrics") == 200)
+            time.sleep(7)
+            seen = len(events)
+            begin = time.monotonic()
+            rank.thaw()
+            self.wait_for(lambda: len(events) > seen, 60)
+            time.sleep(0.5)
+            if any(b'"error"' in event for _, event in events[seen:]):
+                break
         states = set()
         while server.process.poll() is None:
             states.add(probe(server.url + "/health/ready"))
