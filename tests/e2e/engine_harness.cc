@@ -68,6 +68,8 @@ TestModel::TestModel(const std::string& dir, std::unique_ptr<Ops> ops)
       loaded_(LoadOrDie(dir, *ops_)),
       model_(std::make_unique<Model>(loaded_->config, loaded_->weights, *ops_)) {}
 
+TestModel::TestModel(std::unique_ptr<RankGroup> ranks) : ranks_(std::move(ranks)) {}
+
 std::unique_ptr<TestModel> TestModel::Micro() {
   const TempDir dir;
   TestCheckpoint(SmallK3Config()).Write(dir.path());
@@ -76,6 +78,7 @@ std::unique_ptr<TestModel> TestModel::Micro() {
 
 EngineConfig EngineHarness::Complete(TestModel& model, EngineConfig config) {
   config.vocab_size = static_cast<int32_t>(model.config().vocab_size);
+  config.data_parallel = model.data_parallel();
   if (config.max_model_len == 0) config.max_model_len = static_cast<int32_t>(config.pool_tokens());
   K3_CHECK(config.Resolve().ok());
   return config;
@@ -93,6 +96,12 @@ EngineHarness::EngineHarness(TestModel& model, EngineConfig config, StepMode mod
                           .sequences = std::min(config_.max_num_seqs, config_.state_slots),
                           .logits_rows = 8,
                           .context = config_.max_model_len};
+  poisoned_.resize(static_cast<size_t>(config_.data_parallel));
+  if (model.ranks() != nullptr) {
+    const absl::Status made = model.ranks()->MakeExecutors(bounds, geometry, {.decode_sizes = mode_.decode_sizes});
+    K3_CHECK(made.ok());
+    return;
+  }
   auto executor = Executor::Create(model.model(), model.ops(), bounds, geometry, {.decode_sizes = mode_.decode_sizes});
   K3_CHECK(executor.ok());
   executor_ = *std::move(executor);
@@ -118,6 +127,7 @@ RequestId EngineHarness::Submit(const TestRequest& wanted) {
   request->priority = wanted.priority;
   request->session_id = wanted.session;
   request->bypass_prefix_cache = wanted.bypass_prefix_cache;
+  if (wanted.deadline_steps) request->deadline = now_ + std::chrono::milliseconds(*wanted.deadline_steps);
   auto outcome = std::make_shared<Outcome>();
   outcome->choices.resize(static_cast<size_t>(wanted.choices));
   request->sink = std::make_shared<RecordingSink>(outcome);
@@ -125,45 +135,55 @@ RequestId EngineHarness::Submit(const TestRequest& wanted) {
   if (!fits.ok()) ADD_FAILURE() << fits;
   const RequestId id = next_id_++;
   outcomes_[id] = std::move(outcome);
-  scheduler_.Submit(id, std::move(request), Clock::now());
+  scheduler_.Submit(id, std::move(request), now_);
   return id;
 }
 
-void EngineHarness::Cancel(RequestId id) {
-  scheduler_.Cancel(id, absl::CancelledError("cancelled by the test"), Clock::now());
+void EngineHarness::Cancel(RequestId id) { scheduler_.Cancel(id, absl::CancelledError("cancelled by the test"), now_); }
+
+void EngineHarness::ForCaches(int32_t group, const std::function<void(CacheStorage&)>& work) {
+  if (executor_ != nullptr) return work(executor_->cache());
+  RankGroup& ranks = *model_.ranks();
+  for (int local = 0; local < ranks.local_ranks(); ++local) {
+    if (ranks.data_rank_of(local) == group) work(ranks.executor(local).cache());
+  }
 }
 
 void EngineHarness::PoisonFree() {
   // What became free since the last step; the rest still holds its poison.
-  const CacheManager& cache = scheduler_.cache(0);
-  pages_poisoned_.resize(static_cast<size_t>(config_.latent_pages));
-  slots_poisoned_.resize(static_cast<size_t>(config_.state_slots + config_.snapshot_slots));
-  for (size_t p = 0; p < pages_poisoned_.size(); ++p) {
-    const PageId page{static_cast<int32_t>(p)};
-    const bool free = cache.pages().IsFree(page);
-    if (free && !pages_poisoned_[p]) executor_->cache().FillPage(page, 0xFF);
-    pages_poisoned_[p] = free;
-  }
-  for (size_t s = 0; s < slots_poisoned_.size(); ++s) {
-    const StateSlot slot{static_cast<int32_t>(s)};
-    const bool free = cache.states().IsFree(slot);
-    if (free && !slots_poisoned_[s]) executor_->cache().FillSlot(slot, 0xFF);
-    slots_poisoned_[s] = free;
+  for (int32_t group = 0; group < config_.data_parallel; ++group) {
+    const CacheManager& cache = scheduler_.cache(group);
+    Poisoned& poisoned = poisoned_[static_cast<size_t>(group)];
+    poisoned.pages.resize(static_cast<size_t>(config_.latent_pages));
+    poisoned.slots.resize(static_cast<size_t>(config_.state_slots + config_.snapshot_slots));
+    for (size_t p = 0; p < poisoned.pages.size(); ++p) {
+      const PageId page{static_cast<int32_t>(p)};
+      const bool free = cache.pages().IsFree(page);
+      if (free && !poisoned.pages[p]) ForCaches(group, [&](CacheStorage& storage) { storage.FillPage(page, 0xFF); });
+      poisoned.pages[p] = free;
+    }
+    for (size_t s = 0; s < poisoned.slots.size(); ++s) {
+      const StateSlot slot{static_cast<int32_t>(s)};
+      const bool free = cache.states().IsFree(slot);
+      if (free && !poisoned.slots[s]) ForCaches(group, [&](CacheStorage& storage) { storage.FillSlot(slot, 0xFF); });
+      poisoned.slots[s] = free;
+    }
   }
 }
 
 bool EngineHarness::Step() {
+  now_ += std::chrono::milliseconds(1);
   if (submitted_ > committed_ && !scheduler_.CanPlanAhead()) Commit();
   if (poison) PoisonFree();
   StepPlan& plan = plans_[submitted_ % 2];
-  if (!scheduler_.PlanStep(Clock::now(), &plan)) {
+  if (!scheduler_.PlanStep(now_, &plan)) {
     if (submitted_ == committed_) return false;
     Commit();
     return true;
   }
-  K3_CHECK(plan.ranks[0].num_tokens() <= config_.max_num_batched_tokens);
+  for (const RankPlan& rank : plan.ranks) K3_CHECK(rank.num_tokens() <= config_.max_num_batched_tokens);
   if (before_run) before_run(plan);
-  const absl::Status status = executor_->Submit(plan);
+  const absl::Status status = runner().Submit(plan);
   K3_CHECK(status.ok());
   steps_ahead += submitted_ > committed_;
   ++submitted_;
@@ -174,13 +194,17 @@ bool EngineHarness::Step() {
 
 void EngineHarness::Commit() {
   const StepPlan& plan = plans_[committed_ % 2];
-  const absl::Status status = executor_->Wait(&result_);
+  const absl::Status status = runner().Wait(&result_);
   K3_CHECK(status.ok());
   if (after_run) after_run(plan, &result_);
   ++committed_;
-  scheduler_.CommitStep(plan, result_, Clock::now());
+  scheduler_.CommitStep(plan, result_, now_);
   std::vector<Scheduler::Scrub> scrubs;
-  if (scheduler_.TakeScrub(&scrubs)) executor_->Scrub(0, scrubs[0].pages, scrubs[0].slots);
+  if (scheduler_.TakeScrub(&scrubs)) {
+    for (size_t group = 0; group < scrubs.size(); ++group) {
+      runner().Scrub(static_cast<int32_t>(group), scrubs[group].pages, scrubs[group].slots);
+    }
+  }
   scheduler_.CheckInvariants();
 }
 
@@ -204,7 +228,9 @@ Outcome RunAlone(TestModel& model, const TestRequest& request) {
   config.enable_prefix_caching = false;
   config.max_num_batched_tokens = static_cast<int32_t>(request.prompt.size()) + request.choices;
   EngineHarness harness(model, config);
-  const RequestId id = harness.Submit(request);
+  TestRequest unhurried = request;
+  unhurried.deadline_steps.reset();
+  const RequestId id = harness.Submit(unhurried);
   harness.RunAll();
   return harness.outcome(id);
 }

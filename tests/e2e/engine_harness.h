@@ -3,33 +3,40 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "engine/executor.h"
 #include "engine/model/weights_loader.h"
+#include "engine/rank_group.h"
 #include "engine/scheduler.h"
 #include "tests/testing/checkpoint_writer.h"
 #include "tests/testing/temp_dir.h"
 
 namespace k3::testing {
 
-// A model read from files, on the CPU unless `ops` says otherwise.
+// A model read from files: on one rank, on the CPU unless `ops` says otherwise, or on the ranks of a group.
 class TestModel {
  public:
   explicit TestModel(const std::string& dir, std::unique_ptr<Ops> ops = MakeCpuOps({.threads = 1}));
+  // Ranks that have loaded their weights. One harness at a time: the group's executors are the harness's.
+  explicit TestModel(std::unique_ptr<RankGroup> ranks);
   // A random K3-format model of a few ten thousand weights, written to a temporary folder: thousands of schedules of it
   // are cheap. `eos` never ends a choice unless a test asks for it.
   static std::unique_ptr<TestModel> Micro();
 
-  Ops& ops() { return *ops_; }
-  const Model& model() const { return *model_; }
-  const ModelConfig& config() const { return loaded_->config; }
+  Ops& ops() { return ranks_ != nullptr ? ranks_->ops() : *ops_; }
+  const Model& model() const { return ranks_ != nullptr ? ranks_->model() : *model_; }
+  const ModelConfig& config() const { return ranks_ != nullptr ? ranks_->loaded().config : loaded_->config; }
+  RankGroup* ranks() { return ranks_.get(); }  // null: one rank
+  int32_t data_parallel() const { return ranks_ != nullptr ? ranks_->layout().data : 1; }
 
  private:
   std::unique_ptr<Ops> ops_;
   std::unique_ptr<LoadedModel> loaded_;
   std::unique_ptr<Model> model_;
+  std::unique_ptr<RankGroup> ranks_;
 };
 
 struct ChoiceOutcome {
@@ -65,6 +72,8 @@ struct TestRequest {
   int32_t priority = 0;
   std::string session;
   bool bypass_prefix_cache = false;
+  // Ends the request, as a cancel does, when it is not done so many steps after it came.
+  std::optional<int> deadline_steps;
 };
 
 // How steps are run; must not change any answer.
@@ -73,8 +82,9 @@ struct StepMode {
   std::vector<int32_t> decode_sizes;  // decode steps are padded to these
 };
 
-// A scheduler and a real executor, driven step by step on the caller's thread. Before each step every free page and
-// slot is filled with 0xFF (NaN), and after each the invariants are checked.
+// A scheduler and real executors, driven step by step on the caller's thread, by a clock of its own: a step takes a
+// millisecond. Before each step every free page and slot is filled with 0xFF (NaN), and after each the invariants are
+// checked.
 class EngineHarness {
  public:
   // `config` needs the policy and pool fields only; what follows from the model is filled in.
@@ -90,7 +100,7 @@ class EngineHarness {
   const Outcome& outcome(RequestId id) const { return *outcomes_.at(id); }
   EngineLoad Load() const;
   Scheduler& scheduler() { return scheduler_; }
-  Executor& executor() { return *executor_; }
+  Executor& executor() { return executor_ != nullptr ? *executor_ : model_.ranks()->executor(); }
   const EngineConfig& config() const { return config_; }
   // Between planning and running, e.g. to look at the plan or to damage a state.
   std::function<void(const StepPlan&)> before_run;
@@ -103,6 +113,9 @@ class EngineHarness {
 
  private:
   void PoisonFree();
+  // Of every rank that computes data-parallel group `group`.
+  void ForCaches(int32_t group, const std::function<void(CacheStorage&)>& work);
+  StepRunner& runner() { return executor_ != nullptr ? static_cast<StepRunner&>(*executor_) : *model_.ranks(); }
   // Waits for the oldest submitted step and commits it.
   void Commit();
 
@@ -110,18 +123,23 @@ class EngineHarness {
   const StepMode mode_;
   EngineConfig config_;
   Scheduler scheduler_;
-  std::unique_ptr<Executor> executor_;
+  std::unique_ptr<Executor> executor_;  // null: the ranks have theirs
+  Clock::time_point now_ = Clock::now();
   StepPlan plans_[2];  // of step n in place n % 2
   int64_t submitted_ = 0;
   int64_t committed_ = 0;
   StepResult result_;
-  std::vector<bool> pages_poisoned_;
-  std::vector<bool> slots_poisoned_;
+  struct Poisoned {
+    std::vector<bool> pages;
+    std::vector<bool> slots;
+  };
+  std::vector<Poisoned> poisoned_;  // by data-parallel group
   RequestId next_id_ = 1;
   std::map<RequestId, std::shared_ptr<Outcome>> outcomes_;
 };
 
-// The same request on a fresh engine, with no neighbour and no prefix cache, in one chunk.
+// The same request on a fresh engine, with no neighbour, no prefix cache and no deadline, in one chunk. `model` has one
+// data-parallel group.
 Outcome RunAlone(TestModel& model, const TestRequest& request);
 
 // Tokens and log-probabilities, bit for bit. `prefix_ok`: `actual` may have been cut short (cancelled).
