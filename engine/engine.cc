@@ -22,7 +22,9 @@ double Seconds(Clock::duration duration) { return std::chrono::duration<double>(
 
 StepStats CountTokens(const StepPlan& plan) {
   StepStats stats;
+  stats.groups = static_cast<int32_t>(plan.ranks.size());
   for (const RankPlan& rank : plan.ranks) {
+    stats.most_tokens = std::max(stats.most_tokens, rank.num_tokens());
     stats.tokens += rank.num_tokens();
     stats.sequences += rank.num_sequences();
     for (int32_t s = 0; s < rank.num_sequences(); ++s) {

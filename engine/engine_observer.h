@@ -13,6 +13,8 @@ struct StepStats {
   int32_t tokens = 0;          // over all ranks
   int32_t prefill_tokens = 0;  // of them in chunks of more than one
   int32_t sequences = 0;
+  int32_t groups = 1;       // data-parallel
+  int32_t most_tokens = 0;  // of one group: the others wait for it
 };
 
 // Told about every step and every ended request, for histograms. Calls come from the engine thread (OnRejected from the

@@ -18,6 +18,11 @@ constexpr size_t kDecodeExtraBytes = size_t{4} << 20;
 // Output arrays one behind the other: token, status, logprob, top ids, top log-probabilities.
 size_t OutputBytes(size_t rows, size_t top) { return rows * (12 + 8 * top); }
 
+// Pages of the longest sequence.
+int64_t TableStride(const StepBounds& bounds, int32_t page_size) {
+  return (bounds.context + page_size - 1) / page_size;
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Executor>> Executor::Create(const Model& model, Ops& ops, const StepBounds& bounds,
@@ -44,6 +49,31 @@ std::vector<int32_t> Executor::DecodeSizes(int64_t most_sequences) {
   return sizes;
 }
 
+Executor::StagingSizes Executor::Sizes(const StepBounds& bounds, int32_t page_size,
+                                       const std::vector<int32_t>& decode_sizes) {
+  StagingSizes sizes;
+  const int64_t stride = TableStride(bounds, page_size);
+  sizes.input = static_cast<size_t>(bounds.tokens * 12 + bounds.sequences * (stride * 4 + 256)) + 65536;
+  for (int32_t size : decode_sizes) {
+    if (size > std::min(bounds.sequences, bounds.tokens)) break;
+    sizes.largest_decode = size;
+  }
+  const size_t largest = static_cast<size_t>(sizes.largest_decode);
+  sizes.output = std::max(OutputBytes(static_cast<size_t>(std::max(bounds.logits_rows, bounds.tokens)), 0),
+                          OutputBytes(largest, kDecodeTop)) +
+                 4096;
+  if (largest > 0) {
+    sizes.decode_table = largest * static_cast<size_t>(stride) * sizeof(int32_t);
+    sizes.decode_input = largest * 256 + sizes.decode_table + kDecodeExtraBytes;
+  }
+  return sizes;
+}
+
+size_t Executor::StagingBytes(const StepBounds& bounds, int32_t page_size, const std::vector<int32_t>& decode_sizes) {
+  const StagingSizes sizes = Sizes(bounds, page_size, decode_sizes);
+  return sizes.input + sizes.output + sizes.decode_input + sizes.decode_table;
+}
+
 Executor::Executor(const Model& model, Ops& ops, const StepBounds& bounds, const CacheGeometry& geometry,
                    ExecutorOptions options)
     : model_(model),
@@ -51,25 +81,18 @@ Executor::Executor(const Model& model, Ops& ops, const StepBounds& bounds, const
       options_(std::move(options)),
       workspace_(model.config(), bounds, ops, model.workspace_ranks()),
       cache_(model.config(), geometry, ops) {
-  table_stride_ = (bounds.context + geometry.page_size - 1) / geometry.page_size;
-  Reserve(input_, static_cast<size_t>(bounds.tokens * 12 + bounds.sequences * (table_stride_ * 4 + 256)) + 65536,
-          /*keep=*/false);
-  int32_t largest = 0;
+  table_stride_ = TableStride(bounds, geometry.page_size);
+  const StagingSizes sizes = Sizes(bounds, geometry.page_size, options_.decode_sizes);
+  Reserve(input_, sizes.input, /*keep=*/false);
   for (int32_t size : options_.decode_sizes) {
-    if (size > std::min(bounds.sequences, bounds.tokens)) break;
-    decode_sizes_.push_back({PaddedInputs(size, vocab_size()), nullptr});
-    largest = size;
+    if (size <= sizes.largest_decode) decode_sizes_.push_back({PaddedInputs(size, vocab_size()), nullptr});
   }
-  Reserve(output_,
-          std::max(OutputBytes(static_cast<size_t>(std::max(bounds.logits_rows, bounds.tokens)), 0),
-                   OutputBytes(static_cast<size_t>(largest), kDecodeTop)) +
-              4096,
-          /*keep=*/false);
-  if (largest > 0) {
-    const size_t table = static_cast<size_t>(largest) * static_cast<size_t>(table_stride_) * sizeof(int32_t);
-    Reserve(decode_input_, static_cast<size_t>(largest) * 256 + table + kDecodeExtraBytes, /*keep=*/false);
-    decode_table_ = static_cast<int32_t*>(ops_.Allocate(table));
-    ops_.Fill(decode_table_, 0xFF, table, ops_.stream());  // no pages; a step spreads only as many columns as it has
+  Reserve(output_, sizes.output, /*keep=*/false);
+  if (sizes.largest_decode > 0) {
+    Reserve(decode_input_, sizes.decode_input, /*keep=*/false);
+    decode_table_ = static_cast<int32_t*>(ops_.Allocate(sizes.decode_table));
+    // No pages; a step spreads only as many columns as it has.
+    ops_.Fill(decode_table_, 0xFF, sizes.decode_table, ops_.stream());
   }
   for (int mark = 0; mark < kMarks; ++mark) {
     begun_[mark] = ops_.MakeEvent();

@@ -55,6 +55,10 @@ class Executor : public StepRunner {
   // Batch sizes worth a graph of their own, up to the most sequences of a step.
   static std::vector<int32_t> DecodeSizes(int64_t most_sequences);
 
+  // Device memory for the inputs and results of steps, beside workspace and pools; log-probabilities and penalties in
+  // numbers may make it grow.
+  static size_t StagingBytes(const StepBounds& bounds, int32_t page_size, const std::vector<int32_t>& decode_sizes);
+
   // Runs a largest step and a step of every decode size, all padding, and captures the latter. Touches no page and no
   // slot. Before the first step.
   absl::StatusOr<WarmUpReport> WarmUp();
@@ -81,6 +85,13 @@ class Executor : public StepRunner {
     void* device = nullptr;
     size_t capacity = 0;
   };
+  struct StagingSizes {
+    size_t input = 0;
+    size_t output = 0;
+    size_t decode_input = 0;
+    size_t decode_table = 0;
+    int32_t largest_decode = 0;  // 0: no decode steps of fixed size
+  };
   struct Flight {
     size_t rows = 0;  // of sampling
     size_t top = 0;   // log-probabilities wanted a row
@@ -95,6 +106,7 @@ class Executor : public StepRunner {
 
   Executor(const Model& model, Ops& ops, const StepBounds& bounds, const CacheGeometry& geometry,
            ExecutorOptions options);
+  static StagingSizes Sizes(const StepBounds& bounds, int32_t page_size, const std::vector<int32_t>& decode_sizes);
   bool profiling() const { return options_.profile != nullptr && options_.profile->active(); }
   void Reserve(Staging& staging, size_t bytes, bool keep);
   void Free(Staging& staging);

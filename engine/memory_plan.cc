@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "engine/executor.h"
 #include "engine/model/tensor_table.h"
 #include "engine/model/weights_loader.h"
 
@@ -118,7 +119,8 @@ class Planner {
     bounds.sequences = request_.state_slots ? std::min(*request_.state_slots, sequences_) : sequences_per_rank_;
     bounds.logits_rows = std::min({sequences_per_rank_, plan_.max_num_batched_tokens, kMaxLogitsRows});
     bounds.context = request_.max_model_len.value_or(config_.max_position_embeddings);
-    const WorkspaceRanks ranks{.tensor = request_.tensor_parallel, .data = request_.data_parallel};
+    const WorkspaceRanks ranks =
+        WorkspaceRanks::Of({.tensor = request_.tensor_parallel, .data = request_.data_parallel}, request_.transport);
     size_t scratch = 0;
     if (request_.ops != nullptr) {
       scratch = Workspace::ScratchBytes(rank_config_, bounds, *request_.ops, ranks);
@@ -127,8 +129,12 @@ class Planner {
       plan_.workspace_estimated = true;
     }
     plan_.bank_bytes = Workspace::BankBytes(rank_config_, bounds, request_.activation, ranks);
-    plan_.workspace_bytes =
-        Workspace::Bytes(rank_config_, bounds, request_.activation, scratch, ranks) - plan_.bank_bytes;
+    // The CPU has no decode steps of fixed size (EngineHost).
+    const std::vector<int32_t> decode_sizes =
+        request_.is_cpu ? std::vector<int32_t>() : Executor::DecodeSizes(bounds.sequences);
+    plan_.workspace_bytes = Workspace::Bytes(rank_config_, bounds, request_.activation, scratch, ranks) -
+                            plan_.bank_bytes +
+                            Executor::StagingBytes(bounds, static_cast<int32_t>(request_.page_size), decode_sizes);
 
     CacheGeometry& geometry = plan_.geometry;
     geometry.page_size = static_cast<int32_t>(request_.page_size);

@@ -21,6 +21,7 @@ struct MemoryRequest {
   bool is_cpu = true;
   int32_t tensor_parallel = 1;
   int32_t data_parallel = 1;
+  ExpertTransport transport = ExpertTransport::kAllGather;
   DType activation = DType::kF32;
   DType page_dtype = DType::kF32;
   DType state_dtype = DType::kF32;
@@ -71,7 +72,7 @@ struct MemoryPlan {
   // Of one rank.
   uint64_t budget_bytes = 0;     // for everything below
   uint64_t weights_bytes = 0;    // loaded_weights_bytes, else rank_weights.total()
-  uint64_t workspace_bytes = 0;  // without the residual bank
+  uint64_t workspace_bytes = 0;  // with what a step's inputs and results take, without the residual bank
   uint64_t bank_bytes = 0;
   bool workspace_estimated = false;
   uint64_t page_bytes = 0;  // one

@@ -211,19 +211,31 @@ void RankGroup::Abort(const std::string& why) noexcept {
   }
 }
 
-RankGroup::CommTotals RankGroup::comm_totals() const {
-  CommTotals totals;
-  uint64_t nanoseconds = 0;
+CollectiveTotals RankGroup::collectives() const {
+  CollectiveTotals totals;
+  totals.ranks = local_ranks();
   for (const Rank& rank : ranks_) {
     for (const Communicator* group : {rank.world.get(), rank.tensor.get(), rank.data.get()}) {
       if (group == nullptr) continue;
-      totals.calls += group->counters().calls;
-      totals.bytes += group->counters().bytes;
-      nanoseconds += group->counters().wait_nanoseconds;
+      for (int kind = 0; kind < kCollectives; ++kind) {
+        const CommCounters& counters = group->counters(static_cast<Collective>(kind));
+        CollectiveTotals::Kind& total = totals.kinds[static_cast<size_t>(kind)];
+        total.calls += counters.calls;
+        total.bytes += counters.bytes;
+        total.seconds += static_cast<double>(counters.nanoseconds) * 1e-9;
+      }
     }
   }
-  totals.wait_seconds = static_cast<double>(nanoseconds) * 1e-9;
   return totals;
+}
+
+void RankGroup::AddCollectiveTimes(const ProfiledOps::Table& table) {
+  for (const ProfiledOps::Line& line : table.lines) {
+    for (int kind = 0; kind < kCollectives; ++kind) {
+      if (line.name != Name(static_cast<Collective>(kind))) continue;
+      world().AddTime(static_cast<Collective>(kind), static_cast<uint64_t>(line.milliseconds * 1e6));
+    }
+  }
 }
 
 absl::Status RankGroup::RunStep(const std::function<absl::Status(int)>& work) {

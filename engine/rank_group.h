@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -102,13 +103,10 @@ class RankGroup final : public StepRunner {
   // Ends all communication; every rank fails at its next or present collective.
   void Abort(const std::string& why) noexcept;
 
-  // Bytes and host time of collectives since the start, over all local ranks.
-  struct CommTotals {
-    uint64_t calls = 0;
-    uint64_t bytes = 0;
-    double wait_seconds = 0;
-  };
-  CommTotals comm_totals() const;
+  // Of the local ranks. From any thread.
+  CollectiveTotals collectives() const;
+  // What a profile of the first rank's steps has measured, for `collectives`.
+  void AddCollectiveTimes(const ProfiledOps::Table& table);
 
   // StepRunner.
   int max_in_flight() const override { return ranks_[0].executor->max_in_flight(); }

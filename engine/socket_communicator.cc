@@ -13,10 +13,6 @@ constexpr auto kPatience = std::chrono::seconds(60);  // for the other processes
 
 std::string_view Bytes(const void* data, size_t size) { return {static_cast<const char*>(data), size}; }
 
-void RequireF32(const char* op, DType dtype) {
-  if (dtype != DType::kF32) throw DeviceError(std::string(op) + ": the CPU sums F32, not " + Name(dtype));
-}
-
 std::string SumOf(const std::vector<std::string>& inputs, size_t offset, int64_t count) {
   std::string sum(static_cast<size_t>(count) * sizeof(float), '\0');
   const auto part = [&](int j) {
@@ -102,8 +98,7 @@ std::string SocketCommunicator::Exchange(Op op, std::string_view in, const Answe
   return answer(inputs, 0);
 }
 
-void SocketCommunicator::AllReduce(void* data, int64_t count, DType dtype, void*) {
-  RequireF32("AllReduce", dtype);
+void SocketCommunicator::DoAllReduce(float* data, int64_t count) {
   const size_t bytes = static_cast<size_t>(count) * sizeof(float);
   std::string sum;
   const std::string result = Exchange(Op::kAllReduce, Bytes(data, bytes), [&](const auto& inputs, int) {
@@ -111,30 +106,26 @@ void SocketCommunicator::AllReduce(void* data, int64_t count, DType dtype, void*
     return sum;
   });
   std::memcpy(data, result.data(), bytes);
-  Count(2 * bytes * static_cast<uint64_t>(size() - 1) / static_cast<uint64_t>(size()));
 }
 
-void SocketCommunicator::AllGather(const void* in, void* out, size_t bytes, void*) {
+void SocketCommunicator::DoAllGather(const void* in, void* out, size_t bytes) {
   const std::string result = Exchange(Op::kAllGather, Bytes(in, bytes), [](const auto& inputs, int) {
     std::string all;
     for (const std::string& input : inputs) all += input;
     return all;
   });
   std::memcpy(out, result.data(), result.size());
-  Count(bytes * static_cast<uint64_t>(size() - 1));
 }
 
-void SocketCommunicator::ReduceScatter(const void* in, void* out, int64_t count, DType dtype, void*) {
-  RequireF32("ReduceScatter", dtype);
+void SocketCommunicator::DoReduceScatter(const float* in, float* out, int64_t count) {
   const size_t bytes = static_cast<size_t>(count) * sizeof(float);
   const std::string result =
       Exchange(Op::kReduceScatter, Bytes(in, bytes * static_cast<size_t>(size())),
                [&](const auto& inputs, int peer) { return SumOf(inputs, bytes * static_cast<size_t>(peer), count); });
   std::memcpy(out, result.data(), bytes);
-  Count(bytes * static_cast<uint64_t>(size() - 1));
 }
 
-void SocketCommunicator::AllToAll(const void* in, void* out, size_t bytes, void*) {
+void SocketCommunicator::DoAllToAll(const void* in, void* out, size_t bytes) {
   const std::string result =
       Exchange(Op::kAllToAll, Bytes(in, bytes * static_cast<size_t>(size())), [&](const auto& inputs, int peer) {
         std::string blocks;
@@ -144,14 +135,48 @@ void SocketCommunicator::AllToAll(const void* in, void* out, size_t bytes, void*
         return blocks;
       });
   std::memcpy(out, result.data(), result.size());
-  Count(bytes * static_cast<uint64_t>(size() - 1));
 }
 
-void SocketCommunicator::Broadcast(void* data, size_t bytes, int root, void*) {
+void SocketCommunicator::DoAllToAllRows(const void* in, void* out, int64_t rows, size_t row_bytes, const int32_t* sent,
+                                        int32_t* received) {
+  // Counts for all, then their rows one after the other; an answer is the same of one rank's blocks.
+  const size_t counts = static_cast<size_t>(size()) * sizeof(int32_t);
+  const size_t block = static_cast<size_t>(rows) * row_bytes;
+  std::string packed(Bytes(sent, counts));
+  for (int peer = 0; peer < size(); ++peer) {
+    packed += Bytes(static_cast<const char*>(in) + static_cast<size_t>(peer) * block,
+                    static_cast<size_t>(sent[peer]) * row_bytes);
+  }
+  const std::string result = Exchange(Op::kAllToAllRows, packed, [&](const auto& inputs, int peer) {
+    std::string head, body;
+    for (const std::string& input : inputs) {
+      const auto count = [&](int r) {
+        int32_t value = 0;
+        std::memcpy(&value, input.data() + static_cast<size_t>(r) * sizeof value, sizeof value);
+        return static_cast<size_t>(value);
+      };
+      size_t offset = counts;
+      for (int r = 0; r < peer; ++r) offset += count(r) * row_bytes;
+      head += input.substr(static_cast<size_t>(peer) * sizeof(int32_t), sizeof(int32_t));
+      body += input.substr(offset, count(peer) * row_bytes);
+    }
+    return head + body;
+  });
+  size_t offset = counts;
+  for (int r = 0; r < size(); ++r) {
+    int32_t count = 0;
+    std::memcpy(&count, result.data() + static_cast<size_t>(r) * sizeof count, sizeof count);
+    if (received != nullptr) received[r] = count;
+    const size_t bytes = static_cast<size_t>(count) * row_bytes;
+    if (bytes > 0) std::memcpy(static_cast<char*>(out) + static_cast<size_t>(r) * block, result.data() + offset, bytes);
+    offset += bytes;
+  }
+}
+
+void SocketCommunicator::DoBroadcast(void* data, size_t bytes, int root) {
   const std::string result = Exchange(Op::kBroadcast, rank() == root ? Bytes(data, bytes) : std::string_view(),
                                       [root](const auto& inputs, int) { return inputs[static_cast<size_t>(root)]; });
   std::memcpy(data, result.data(), std::min(bytes, result.size()));
-  if (rank() == root) Count(bytes * static_cast<uint64_t>(size() - 1));
 }
 
 std::unique_ptr<Communicator> SocketCommunicator::Split(int color, int key) {

@@ -1,7 +1,9 @@
 #include "engine/step_wire.h"
 
+#include <concepts>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -56,8 +58,11 @@ class Reader {
   bool good_ = true;
 };
 
-// One list of members for both directions.
-template <typename Archive, typename Plan>
+// T or const T: each kind of message has one list of members for both directions.
+template <typename Given, typename T>
+concept Either = std::same_as<std::remove_const_t<Given>, T>;
+
+template <typename Archive, Either<RankPlan> Plan>
 void Visit(Archive& archive, Plan& plan) {
   archive(plan.zero_slots);
   archive(plan.state_copies);
@@ -78,8 +83,8 @@ void Visit(Archive& archive, Plan& plan) {
   archive(plan.max_top_logprobs);
 }
 
-template <typename Archive, typename Result>
-void VisitResult(Archive& archive, Result& result) {
+template <typename Archive, Either<RankResult> Result>
+void Visit(Archive& archive, Result& result) {
   archive(result.token);
   archive(result.status);
   archive(result.logprob);
@@ -87,59 +92,60 @@ void VisitResult(Archive& archive, Result& result) {
   archive(result.top_logprobs);
 }
 
+template <typename Archive, Either<ScrubOrder> Order>
+void Visit(Archive& archive, Order& order) {
+  archive(order.data_rank);
+  archive(order.pages);
+  archive(order.slots);
+}
+
+template <typename Rank>
+std::string EncodeRanks(const std::vector<Rank>& ranks) {
+  Writer writer;
+  writer(static_cast<uint64_t>(ranks.size()));
+  for (const Rank& rank : ranks) Visit(writer, rank);
+  return writer.Take();
+}
+
+// `ranks` becomes as long as the message, `keep(reader, rank)` reads one rank's part.
+template <typename Rank, typename Keep>
+absl::Status DecodeRanks(std::string_view bytes, const char* what, std::vector<Rank>* ranks, const Keep& keep) {
+  Reader reader(bytes);
+  uint64_t count = 0;
+  reader(count);
+  if (count > bytes.size()) return absl::DataLossError(absl::StrCat("a message with ", what, " has the wrong length"));
+  ranks->resize(count);
+  for (uint64_t r = 0; r < count; ++r) keep(reader, (*ranks)[r]);
+  return reader.Done(what);
+}
+
 }  // namespace
 
-std::string EncodePlan(const StepPlan& plan) {
-  Writer writer;
-  writer(static_cast<uint64_t>(plan.ranks.size()));
-  for (const RankPlan& rank : plan.ranks) Visit(writer, rank);
-  return writer.Take();
-}
+std::string EncodePlan(const StepPlan& plan) { return EncodeRanks(plan.ranks); }
 
 absl::Status DecodePlan(std::string_view bytes, StepPlan* plan) {
-  Reader reader(bytes);
-  uint64_t ranks = 0;
-  reader(ranks);
-  if (ranks > bytes.size()) return absl::DataLossError("a message with a step has the wrong length");
-  plan->ranks.resize(ranks);
-  for (RankPlan& rank : plan->ranks) Visit(reader, rank);
-  return reader.Done("a step");
+  return DecodeRanks(bytes, "a step", &plan->ranks, [](Reader& reader, RankPlan& rank) { Visit(reader, rank); });
 }
 
-std::string EncodeResult(const StepResult& result) {
-  Writer writer;
-  writer(static_cast<uint64_t>(result.ranks.size()));
-  for (const RankResult& rank : result.ranks) VisitResult(writer, rank);
-  return writer.Take();
-}
+std::string EncodeResult(const StepResult& result) { return EncodeRanks(result.ranks); }
 
 absl::Status DecodeResult(std::string_view bytes, StepResult* result) {
-  Reader reader(bytes);
-  uint64_t ranks = 0;
-  reader(ranks);
-  if (ranks > bytes.size()) return absl::DataLossError("a message with results has the wrong length");
-  if (result->ranks.size() < ranks) result->ranks.resize(ranks);
-  for (uint64_t r = 0; r < ranks; ++r) {
-    RankResult rank;
-    VisitResult(reader, rank);
-    if (!rank.token.empty()) result->ranks[r] = std::move(rank);
-  }
-  return reader.Done("results");
+  return DecodeRanks(bytes, "results", &result->ranks, [](Reader& reader, RankResult& rank) {
+    RankResult sent;
+    Visit(reader, sent);
+    if (!sent.token.empty()) rank = std::move(sent);  // else another process's
+  });
 }
 
 std::string EncodeScrub(const ScrubOrder& order) {
   Writer writer;
-  writer(order.data_rank);
-  writer(order.pages);
-  writer(order.slots);
+  Visit(writer, order);
   return writer.Take();
 }
 
 absl::Status DecodeScrub(std::string_view bytes, ScrubOrder* order) {
   Reader reader(bytes);
-  reader(order->data_rank);
-  reader(order->pages);
-  reader(order->slots);
+  Visit(reader, *order);
   return reader.Done("an order to scrub");
 }
 

@@ -84,6 +84,37 @@ struct TreeSumParams {
   void* out = nullptr;        // [count]; may be the first part
 };
 
+// Sorts rows by the ranks whose experts they chose, one copy a row and rank. Peer p holds the experts of part
+// first_part + p of `parts`, which are [experts * part / parts, experts * (part + 1) / parts). Its block of `rows`
+// slots gets those of the T rows that have an expert there, in ascending order, and no experts (-1) in the slots
+// behind.
+struct PackSlotsParams {
+  MatrixView x;                    // [T, W] F32 or BF16
+  const int32_t* ids = nullptr;    // [T, top_k]; -1 is nobody's
+  const float* weights = nullptr;  // [T, top_k]
+  int32_t top_k = 0;
+  int32_t experts = 0;
+  int32_t parts = 0;
+  int32_t first_part = 0;
+  int32_t peers = 0;
+  int64_t rows = 0;              // slots of a peer, at least T
+  MatrixView out;                // [peers * rows, W], x's dtype; slots without a row stay as they are
+  int32_t* out_ids = nullptr;    // [peers * rows, top_k]
+  float* out_weights = nullptr;  // [peers * rows, top_k]; likewise
+  int32_t* counts = nullptr;     // [peers] rows of each peer
+  int32_t* slots = nullptr;      // [peers, rows]: row t's slot in the block of peer p, or -1; entries past T unwritten
+};
+
+// out[t] = sum over peers of what came back in row t's slots of PackSlots; a peer without row t adds 0. The order and
+// the rounding are TreeSum's.
+struct SumSlotsParams {
+  const void* data = nullptr;      // [peers][rows][W] of out's dtype
+  const int32_t* slots = nullptr;  // [peers, rows]
+  int32_t peers = 0;
+  int64_t rows = 0;
+  MatrixView out;  // [T, W] F32, on devices also BF16; T <= rows
+};
+
 // y = x W^T, or y += x W^T.
 struct LinearParams {
   MatrixView x;  // [T, in] act

@@ -109,6 +109,12 @@ class Ops {
   // Names what is put on streams in between, for timeline tools. Nested; costs nothing without a tool.
   virtual void BeginRange(const char* name) { static_cast<void>(name); }
   virtual void EndRange() {}
+  // Runs `work`, which puts something on the stream that is no op of this object, such as a collective. A backend that
+  // measures its ops measures that too, under `name`.
+  virtual void Measure(const char* name, Stream stream, const std::function<void()>& work) {
+    static_cast<void>(name), static_cast<void>(stream);
+    work();
+  }
 
   // --- captured work ---
   virtual bool can_capture() const { return false; }
@@ -144,6 +150,8 @@ class Ops {
   virtual void GatherRows(const GatherRowsParams& params, Stream stream) = 0;
   virtual void CopyMatrix(const CopyMatrixParams& params, Stream stream) = 0;
   virtual void TreeSum(const TreeSumParams& params, Stream stream) = 0;
+  virtual void PackSlots(const PackSlotsParams& params, Stream stream) = 0;
+  virtual void SumSlots(const SumSlotsParams& params, Stream stream) = 0;
   virtual void RmsNorm(const RmsNormParams& params, Stream stream) = 0;
   virtual void AddRmsNorm(const AddRmsNormParams& params, Stream stream) = 0;
   virtual void AttnResMix(const AttnResMixParams& params, Stream stream) = 0;

@@ -15,7 +15,7 @@ const char* Kind(const SequenceBatch* batch) {
 
 }  // namespace
 
-ProfiledOps::ProfiledOps(std::unique_ptr<Ops> inner) : inner_(std::move(inner)) {}
+ProfiledOps::ProfiledOps(std::unique_ptr<Ops> inner) : ForwardingOps(std::move(inner)) {}
 
 ProfiledOps::~ProfiledOps() {
   for (Event event : events_) inner_->FreeEvent(event);
@@ -35,7 +35,7 @@ Event ProfiledOps::TakeEvent() {
 }
 
 template <typename Call>
-void ProfiledOps::Measure(const std::string& name, Stream stream, Call&& call) {
+void ProfiledOps::Time(const std::string& name, Stream stream, Call&& call) {
   if (!active() || recording_) return call();
   const auto [place, fresh] = line_of_.try_emplace(name, table_.lines.size());
   if (fresh) table_.lines.push_back({name, 0, 0});
@@ -116,52 +116,58 @@ void ProfiledOps::Linear(const LinearParams& params, Stream stream) {
   const std::string shape = params.weight == nullptr
                                 ? std::string()
                                 : " " + std::to_string(params.weight->out) + " x " + std::to_string(params.weight->in);
-  Measure("Linear" + shape, stream, [&] { inner_->Linear(params, stream); });
+  Time("Linear" + shape, stream, [&] { inner_->Linear(params, stream); });
 }
 void ProfiledOps::Kda(const KdaParams& params, Stream stream) {
-  Measure(std::string("Kda") + Kind(params.batch), stream, [&] { inner_->Kda(params, stream); });
+  Time(std::string("Kda") + Kind(params.batch), stream, [&] { inner_->Kda(params, stream); });
 }
 void ProfiledOps::MlaAttention(const MlaAttentionParams& params, Stream stream) {
-  Measure(std::string("MlaAttention") + Kind(params.batch), stream, [&] { inner_->MlaAttention(params, stream); });
+  Time(std::string("MlaAttention") + Kind(params.batch), stream, [&] { inner_->MlaAttention(params, stream); });
 }
 void ProfiledOps::MoeExperts(const MoeExpertsParams& params, Stream stream) {
-  Measure("MoeExperts", stream, [&] { inner_->MoeExperts(params, stream); });
+  Time("MoeExperts", stream, [&] { inner_->MoeExperts(params, stream); });
 }
 void ProfiledOps::Embed(const EmbedParams& params, Stream stream) {
-  Measure("Embed", stream, [&] { inner_->Embed(params, stream); });
+  Time("Embed", stream, [&] { inner_->Embed(params, stream); });
 }
 void ProfiledOps::GatherRows(const GatherRowsParams& params, Stream stream) {
-  Measure("GatherRows", stream, [&] { inner_->GatherRows(params, stream); });
+  Time("GatherRows", stream, [&] { inner_->GatherRows(params, stream); });
 }
 void ProfiledOps::CopyMatrix(const CopyMatrixParams& params, Stream stream) {
-  Measure("CopyMatrix", stream, [&] { inner_->CopyMatrix(params, stream); });
+  Time("CopyMatrix", stream, [&] { inner_->CopyMatrix(params, stream); });
 }
 void ProfiledOps::TreeSum(const TreeSumParams& params, Stream stream) {
-  Measure("TreeSum", stream, [&] { inner_->TreeSum(params, stream); });
+  Time("TreeSum", stream, [&] { inner_->TreeSum(params, stream); });
+}
+void ProfiledOps::PackSlots(const PackSlotsParams& params, Stream stream) {
+  Time("PackSlots", stream, [&] { inner_->PackSlots(params, stream); });
+}
+void ProfiledOps::SumSlots(const SumSlotsParams& params, Stream stream) {
+  Time("SumSlots", stream, [&] { inner_->SumSlots(params, stream); });
 }
 void ProfiledOps::RmsNorm(const RmsNormParams& params, Stream stream) {
-  Measure("RmsNorm", stream, [&] { inner_->RmsNorm(params, stream); });
+  Time("RmsNorm", stream, [&] { inner_->RmsNorm(params, stream); });
 }
 void ProfiledOps::AddRmsNorm(const AddRmsNormParams& params, Stream stream) {
-  Measure("AddRmsNorm", stream, [&] { inner_->AddRmsNorm(params, stream); });
+  Time("AddRmsNorm", stream, [&] { inner_->AddRmsNorm(params, stream); });
 }
 void ProfiledOps::AttnResMix(const AttnResMixParams& params, Stream stream) {
-  Measure("AttnResMix", stream, [&] { inner_->AttnResMix(params, stream); });
+  Time("AttnResMix", stream, [&] { inner_->AttnResMix(params, stream); });
 }
 void ProfiledOps::MlaAppend(const MlaAppendParams& params, Stream stream) {
-  Measure("MlaAppend", stream, [&] { inner_->MlaAppend(params, stream); });
+  Time("MlaAppend", stream, [&] { inner_->MlaAppend(params, stream); });
 }
 void ProfiledOps::GatedActivation(const GatedActivationParams& params, Stream stream) {
-  Measure("GatedActivation", stream, [&] { inner_->GatedActivation(params, stream); });
+  Time("GatedActivation", stream, [&] { inner_->GatedActivation(params, stream); });
 }
 void ProfiledOps::RouterTopK(const RouterTopKParams& params, Stream stream) {
-  Measure("RouterTopK", stream, [&] { inner_->RouterTopK(params, stream); });
+  Time("RouterTopK", stream, [&] { inner_->RouterTopK(params, stream); });
 }
 void ProfiledOps::Sample(const SampleParams& params, Stream stream) {
-  Measure("Sample", stream, [&] { inner_->Sample(params, stream); });
+  Time("Sample", stream, [&] { inner_->Sample(params, stream); });
 }
 void ProfiledOps::BeginStep(const BeginStepParams& params, Stream stream) {
-  Measure("BeginStep", stream, [&] { inner_->BeginStep(params, stream); });
+  Time("BeginStep", stream, [&] { inner_->BeginStep(params, stream); });
 }
 
 }  // namespace k3

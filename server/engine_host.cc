@@ -133,6 +133,7 @@ absl::Status EngineHost::OpenDevice(const ServerConfig& config) {
   RankGroup::Options options;
   options.layout.tensor = static_cast<int32_t>(config.tensor_parallel_size);
   options.layout.data = static_cast<int32_t>(config.data_parallel_size);
+  options.transport = TransportOf(config);
   const int ranks = options.layout.ranks();
   options.local_ranks = ranks / place.processes;
   // On the CPU a long step is slow, not stuck; there the ranks' own rendezvous have a limit.
@@ -141,9 +142,10 @@ absl::Status EngineHost::OpenDevice(const ServerConfig& config) {
   }
   options.first_rank = place.process * options.local_ranks;
   if (place.processes > 1) {
-    const std::string agreement = absl::StrCat(
-        "k3serve ", kVersion, " ", kCommit, ", ", FolderName(config.model_dir), ", ", config.tensor_parallel_size, "x",
-        config.data_parallel_size, " ranks on ", is_cpu ? "cpu" : "cuda", ", pages of ", config.page_size, " tokens");
+    const std::string agreement =
+        absl::StrCat("k3serve ", kVersion, " ", kCommit, ", ", FolderName(config.model_dir), ", ",
+                     config.tensor_parallel_size, "x", config.data_parallel_size, " ranks on ", is_cpu ? "cpu" : "cuda",
+                     ", ", config.expert_transport, ", pages of ", config.page_size, " tokens");
     auto joined = ProcessGroup::Join(place, agreement, kJoinPatience);
     if (!joined.ok()) throw DeviceError(std::string(joined.status().message()));
     processes_ = *std::move(joined);
@@ -292,7 +294,11 @@ absl::Status EngineHost::StartEngine(const ServerConfig& config, EngineObserver*
   const bool is_cpu = ranks_->ops().is_cpu();
   if (!is_cpu) options.decode_sizes = Executor::DecodeSizes(plan.bounds.sequences);
   options.profile = profile_;
-  options.on_profile = [](const ProfiledOps& profile) { spdlog::info("profile: {}", profile.Result().Text()); };
+  options.on_profile = [this](const ProfiledOps& profile) {
+    const ProfiledOps::Table table = profile.Result();
+    spdlog::info("profile: {}", table.Text());
+    ranks_->AddCollectiveTimes(table);
+  };
   if (const absl::Status status = ranks_->MakeExecutors(plan.bounds, plan.geometry, options); !status.ok()) {
     return status;
   }

@@ -33,6 +33,8 @@ class EngineHost {
 
   // Of the process that leads; the others have none.
   Engine& engine() { return *engine_; }
+  // This process's ranks.
+  const RankGroup& ranks() const { return *ranks_; }
   bool leads() const { return processes_ == nullptr || processes_->leads(); }
   // A process without an engine: runs the steps of the leader until it ends; the exit code.
   int Follow();

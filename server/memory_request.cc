@@ -2,6 +2,10 @@
 
 namespace k3 {
 
+ExpertTransport TransportOf(const ServerConfig& config) {
+  return config.expert_transport == "all-to-all" ? ExpertTransport::kAllToAll : ExpertTransport::kAllGather;
+}
+
 MemoryRequest MakeMemoryRequest(const ServerConfig& config, bool is_cpu, uint64_t memory_bytes) {
   const auto dtype = [&](const std::string& name) {
     return is_cpu || name == "fp32" ? DType::kF32 : DType::kBF16;  // "auto" is bf16 on a GPU
@@ -10,6 +14,7 @@ MemoryRequest MakeMemoryRequest(const ServerConfig& config, bool is_cpu, uint64_
   request.is_cpu = is_cpu;
   request.tensor_parallel = static_cast<int32_t>(config.tensor_parallel_size);
   request.data_parallel = static_cast<int32_t>(config.data_parallel_size);
+  request.transport = TransportOf(config);
   request.activation = dtype(config.compute_dtype);
   request.page_dtype = dtype(config.kv_cache_dtype);
   request.state_dtype = dtype(config.kda_state_dtype);

@@ -7,6 +7,8 @@
 
 namespace k3 {
 
+ExpertTransport TransportOf(const ServerConfig& config);
+
 // What the flags of `serve` and `plan` say about memory, for a device of `memory_bytes`. The caller adds what it has
 // measured: checkpoint, Ops, loaded weights.
 MemoryRequest MakeMemoryRequest(const ServerConfig& config, bool is_cpu, uint64_t memory_bytes);

@@ -56,6 +56,12 @@ const Buckets& BatchBuckets() {
   return buckets;
 }
 
+// Of a largest share over the mean: 1 is even.
+const Buckets& ImbalanceBuckets() {
+  static const Buckets buckets{1, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 2, 3, 4, 8, 16, 64};
+  return buckets;
+}
+
 Family<Gauge>& GaugeFamily(Registry& registry, const std::string& name, const std::string& help) {
   return BuildGauge().Name(absl::StrCat("k3serve_", name)).Help(help).Register(registry);
 }
@@ -166,6 +172,18 @@ Metrics::Metrics(Options options)
       step_duration_(MakeHistogram(registry_, "step_duration_seconds", "Wall time of an engine step", GapBuckets())),
       step_batch_tokens_(
           MakeHistogram(registry_, "step_batch_tokens", "Tokens in an engine step, over its ranks", BatchBuckets())),
+      step_group_imbalance_(MakeHistogram(registry_, "step_group_tokens_max_over_mean",
+                                          "Most tokens of a data-parallel group in a step over the mean of the groups",
+                                          ImbalanceBuckets())),
+      step_collectives_(MakeHistogram(registry_, "step_collective_seconds",
+                                      "Time in collectives of a step, mean of this process's CPU ranks; on GPUs none",
+                                      GapBuckets())),
+      collective_calls_(CounterFamily(registry_, "collectives_total", "Collectives of this process's ranks, by kind")),
+      collective_bytes_(CounterFamily(registry_, "collective_bytes_total",
+                                      "Bytes that this process's ranks sent to others in collectives, by kind")),
+      collective_seconds_(CounterFamily(registry_, "collective_seconds_total",
+                                        "Time in collectives by kind, over this process's ranks; of GPUs the first's "
+                                        "alone, and only of steps under --profile-steps")),
       expert_load_(GaugeFamily(registry_, "expert_load_max_over_mean",
                                "Tokens of the busiest expert over the mean, by group of layers")),
       routing_override_ratio_(
@@ -207,6 +225,42 @@ void Metrics::OnStep(const StepStats& stats) {
   step_duration_.Observe(stats.seconds);
   step_batch_tokens_.Observe(stats.tokens);
   prefill_tokens_.Increment(stats.prefill_tokens);
+  if (stats.groups > 1 && stats.tokens > 0) {
+    step_group_imbalance_.Observe(static_cast<double>(stats.most_tokens) * stats.groups / stats.tokens);
+  }
+  const std::lock_guard<std::mutex> lock(collectives_mutex_);
+  if (!collectives_) return;
+  const CollectiveTotals totals = collectives_();
+  const double seconds = totals.seconds();
+  if (seconds > last_step_seconds_) step_collectives_.Observe((seconds - last_step_seconds_) / totals.ranks);
+  last_step_seconds_ = seconds;
+}
+
+void Metrics::WatchCollectives(std::function<CollectiveTotals()> totals) {
+  const std::lock_guard<std::mutex> lock(collectives_mutex_);
+  collectives_ = std::move(totals);
+  if (!collectives_) return;
+  last_step_seconds_ = collectives_().seconds();  // loading and the self-check are no steps
+  for (int i = 0; i < kCollectives; ++i) {
+    const Labels labels{{"kind", Name(static_cast<Collective>(i))}};
+    for (Family<Counter>* family : {&collective_calls_, &collective_bytes_, &collective_seconds_}) family->Add(labels);
+  }
+}
+
+void Metrics::ReadCollectives() {
+  const std::lock_guard<std::mutex> lock(collectives_mutex_);
+  if (!collectives_) return;
+  const CollectiveTotals totals = collectives_();
+  const auto raise = [](Counter& counter, double now) {
+    if (now > counter.Value()) counter.Increment(now - counter.Value());
+  };
+  for (int i = 0; i < kCollectives; ++i) {
+    const CollectiveTotals::Kind& kind = totals[static_cast<Collective>(i)];
+    const Labels labels{{"kind", Name(static_cast<Collective>(i))}};
+    raise(collective_calls_.Add(labels), static_cast<double>(kind.calls));
+    raise(collective_bytes_.Add(labels), static_cast<double>(kind.bytes));
+    raise(collective_seconds_.Add(labels), kind.seconds);
+  }
 }
 
 void Metrics::OnExpertLoad(const std::string& layer_group, double max_over_mean) {
@@ -269,6 +323,7 @@ std::string Metrics::Render() {
   const std::lock_guard<std::mutex> lock(mutex_);
   ReadEngine();
   ReadProcess();
+  ReadCollectives();
   std::vector<prometheus::MetricFamily> families = registry_.Collect();
   if (options_.vllm_aliases) AddVllmAliases(families);
   std::ostringstream out;

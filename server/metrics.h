@@ -18,6 +18,7 @@
 #include "engine/engine_interface.h"
 #include "engine/engine_observer.h"
 #include "engine/request.h"
+#include "kernels/comm/collective.h"
 
 namespace k3 {
 
@@ -76,6 +77,10 @@ class Metrics : public EngineObserver {
   // engine goes.
   void WatchEngine(std::function<EngineLoad()> load, const EngineLimits& limits);
 
+  // The ranks' collectives, read at each Render and after each step. Call it before clients come; pass an empty
+  // function before the ranks go.
+  void WatchCollectives(std::function<CollectiveTotals()> totals);
+
   // The engine took the request.
   std::unique_ptr<RequestMetrics> OnAccepted(int32_t prompt_tokens, int32_t num_choices,
                                              Clock::time_point arrival = Clock::now());
@@ -103,6 +108,7 @@ class Metrics : public EngineObserver {
   friend class RequestMetrics;
   void ReadEngine();
   void ReadProcess();
+  void ReadCollectives();
   void AddVllmAliases(std::vector<prometheus::MetricFamily>& families) const;
 
   const Options options_;
@@ -156,6 +162,11 @@ class Metrics : public EngineObserver {
   prometheus::Histogram& request_generation_tokens_;
   prometheus::Histogram& step_duration_;
   prometheus::Histogram& step_batch_tokens_;
+  prometheus::Histogram& step_group_imbalance_;
+  prometheus::Histogram& step_collectives_;
+  prometheus::Family<prometheus::Counter>& collective_calls_;
+  prometheus::Family<prometheus::Counter>& collective_bytes_;
+  prometheus::Family<prometheus::Counter>& collective_seconds_;
   prometheus::Family<prometheus::Gauge>& expert_load_;
   prometheus::Family<prometheus::Gauge>& routing_override_ratio_;
 
@@ -163,6 +174,10 @@ class Metrics : public EngineObserver {
   std::function<EngineLoad()> load_;
   EngineLimits limits_;
   EngineLoad last_load_;  // what the engine counters already hold
+
+  std::mutex collectives_mutex_;  // guards the next two; taken after mutex_
+  std::function<CollectiveTotals()> collectives_;
+  double last_step_seconds_ = 0;  // in collectives up to the last step, over all ranks
 };
 
 }  // namespace k3

@@ -129,6 +129,9 @@ void AddLayoutFlags(FlagSet& flags, ServerConfig& config, std::string* gpus) {
   flags.Int("threads", &config.threads, {1, 4096}, "CPU threads (default: the CPUs of the cgroup)");
   flags.Int("tensor-parallel-size", &config.tensor_parallel_size, {1, 1024}, "GPUs that share each sequence");
   flags.Int("data-parallel-size", &config.data_parallel_size, {1, 1024}, "groups that take different sequences");
+  flags.Choice("expert-transport", &config.expert_transport, {"all-gather", "all-to-all"},
+               "how tokens reach the experts of other groups: every rank sees all tokens, or each gets those that "
+               "chose its experts");
   flags.Int("rank-timeout", &config.rank_timeout, {1, 86400},
             "several ranks: seconds after which a step that does not end ends the server");
   flags.Choice("moe-routing", &config.moe_routing, {"exact", "local-quantile"}, "how experts are chosen");

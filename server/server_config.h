@@ -47,6 +47,7 @@ struct ServerConfig {
   std::optional<int64_t> threads;
   int64_t tensor_parallel_size = 1;
   int64_t data_parallel_size = 1;
+  std::string expert_transport = "all-gather";
   std::string moe_routing = "exact";
   ProcessPlace place;         // from the launcher's variables, not a flag
   int64_t rank_timeout = 60;  // seconds

@@ -31,42 +31,53 @@ void ApplyExperts(const LayerContext& context, const MoeWeights& weights, MoeExp
                       context.stream);
 }
 
+}  // namespace
+
 // The rows of all groups, [group][dispatch_rows, ...].
 void Dispatch(const LayerContext& context, const MatrixView& x, int64_t rows) {
   Workspace& ws = context.workspace;
   Communicator& groups = *context.parallel.data;
   const int64_t top_k = context.config.num_experts_per_token;
-  const int64_t tokens = x.rows;
-  if (tokens < rows) {
-    context.ops.Fill(ws.expert_ids + tokens * top_k, kNoExpert, static_cast<size_t>((rows - tokens) * top_k) * 4,
-                     context.stream);
-  }
-  const size_t x_bytes = static_cast<size_t>(rows * x.ld) * SizeOf(x.dtype);
   const size_t pick_bytes = static_cast<size_t>(rows * top_k) * 4;
   K3_CHECK(x.ld == ws.gathered_in.cols);
   if (context.parallel.transport == ExpertTransport::kAllGather) {
+    if (x.rows < rows) {
+      context.ops.Fill(ws.expert_ids + x.rows * top_k, kNoExpert, static_cast<size_t>((rows - x.rows) * top_k) * 4,
+                       context.stream);
+    }
     groups.BeginGroup();
-    groups.AllGather(x.data, ws.gathered_in.data, x_bytes, context.stream);
+    groups.AllGather(x.data, ws.gathered_in.data, static_cast<size_t>(rows * x.ld) * SizeOf(x.dtype), context.stream);
     groups.AllGather(ws.expert_ids, ws.gathered_ids, pick_bytes, context.stream);
     groups.AllGather(ws.expert_weights, ws.gathered_weights, pick_bytes, context.stream);
     groups.EndGroup();
     return;
   }
-  // Slot t of every destination is token t: padded to all rows, so sizes are known and nothing can overflow.
-  const int32_t peers = groups.size();
-  const auto fill_slots = [&](void* slots, const void* from, size_t bytes) {
-    for (int32_t peer = 0; peer < peers; ++peer) {
-      context.ops.CopyOnDevice(static_cast<char*>(slots) + static_cast<size_t>(peer) * bytes, from, bytes,
-                               context.stream);
-    }
+  // A row goes, once, to each group whose rank at this place has an expert of it.
+  const int32_t peers = groups.size(), shares = peers * context.parallel.tensor_size();
+  context.ops.PackSlots({.x = x,
+                         .ids = ws.expert_ids,
+                         .weights = ws.expert_weights,
+                         .top_k = context.config.num_experts_per_token,
+                         .experts = context.config.num_experts,
+                         .parts = shares,
+                         .first_part = context.parallel.tensor_rank() * peers,
+                         .peers = peers,
+                         .rows = rows,
+                         .out = ws.send_slots.Rows(0, peers * rows),
+                         .out_ids = ws.send_ids,
+                         .out_weights = ws.send_weights,
+                         .counts = ws.send_counts,
+                         .slots = ws.slots},
+                        context.stream);
+  // Slots that nothing comes to.
+  context.ops.Fill(ws.gathered_ids, kNoExpert, pick_bytes * static_cast<size_t>(peers), context.stream);
+  const auto send = [&](const void* from, void* to, size_t row_bytes, int32_t* received) {
+    groups.AllToAllRows(from, to, rows, row_bytes, ws.send_counts, received, context.stream);
   };
-  fill_slots(ws.send_slots.data, x.data, x_bytes);
-  fill_slots(ws.send_ids, ws.expert_ids, pick_bytes);
-  fill_slots(ws.send_weights, ws.expert_weights, pick_bytes);
   groups.BeginGroup();
-  groups.AllToAll(ws.send_slots.data, ws.gathered_in.data, x_bytes, context.stream);
-  groups.AllToAll(ws.send_ids, ws.gathered_ids, pick_bytes, context.stream);
-  groups.AllToAll(ws.send_weights, ws.gathered_weights, pick_bytes, context.stream);
+  send(ws.send_slots.data, ws.gathered_in.data, static_cast<size_t>(x.ld) * SizeOf(x.dtype), ws.received_counts);
+  send(ws.send_ids, ws.gathered_ids, static_cast<size_t>(top_k) * 4, nullptr);
+  send(ws.send_weights, ws.gathered_weights, static_cast<size_t>(top_k) * 4, nullptr);
   groups.EndGroup();
 }
 
@@ -79,14 +90,13 @@ void Combine(const LayerContext& context, int64_t rows, const MatrixView& out) {
     groups.ReduceScatter(ws.gathered_out.data, out.data, count, out.dtype, context.stream);
     return;
   }
-  groups.AllToAll(ws.gathered_out.data, ws.send_slots.data, static_cast<size_t>(count) * SizeOf(out.dtype),
-                  context.stream);
-  context.ops.TreeSum(
-      {.data = ws.send_slots.data, .parts = groups.size(), .count = count, .dtype = out.dtype, .out = out.data},
+  // Back by the way they came.
+  groups.AllToAllRows(ws.gathered_out.data, ws.send_slots.data, rows, static_cast<size_t>(out.cols) * SizeOf(out.dtype),
+                      ws.received_counts, nullptr, context.stream);
+  context.ops.SumSlots(
+      {.data = ws.send_slots.data, .slots = ws.slots, .peers = groups.size(), .rows = rows, .out = out},
       context.stream);
 }
-
-}  // namespace
 
 void RunExperts(const LayerContext& context, const MoeWeights& weights, const MatrixView& x, const MatrixView& out) {
   Workspace& ws = context.workspace;

@@ -14,4 +14,9 @@ namespace k3 {
 // x [T, width] act; out [T, width] act, T the tokens of `x`. With one group dispatch and combine are nothing.
 void RunExperts(const LayerContext& context, const MoeWeights& weights, const MatrixView& x, const MatrixView& out);
 
+// The two ways of it, which RunExperts takes where there are several groups, for measuring them. `x` [T, width] and the
+// workspace's expert ids and weights go to its gathered_*; gathered_out comes back as the sums `out` [T, width].
+void Dispatch(const LayerContext& context, const MatrixView& x, int64_t rows);
+void Combine(const LayerContext& context, int64_t rows, const MatrixView& out);
+
 }  // namespace k3

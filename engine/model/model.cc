@@ -12,8 +12,8 @@
 namespace k3 {
 
 WorkspaceRanks Model::workspace_ranks() const {
-  WorkspaceRanks ranks{.tensor = parallel_.tensor_size(), .data = parallel_.data_size()};
-  ranks.all_to_all = ranks.data > 1 && parallel_.transport == ExpertTransport::kAllToAll;
+  WorkspaceRanks ranks =
+      WorkspaceRanks::Of({.tensor = parallel_.tensor_size(), .data = parallel_.data_size()}, parallel_.transport);
   for (const LayerWeights& layer : weights_.layers) {
     if (layer.moe != nullptr) ranks.expert_leaves = static_cast<int64_t>(layer.moe->experts.size());
   }

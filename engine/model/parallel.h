@@ -28,7 +28,8 @@ struct ParallelLayout {
 // How tokens reach the experts of other groups.
 enum class ExpertTransport : uint8_t {
   kAllGather,  // all-gather and reduce-scatter: every rank sees all tokens
-  kAllToAll,   // padded all-to-all, rank-major: one slot a token and destination; sums in the fixed tree everywhere
+  kAllToAll,   // padded all-to-all, rank-major: a token goes once to each rank whose experts it chose; sums in the
+               // fixed tree everywhere. Over NCCL the padding travels too: what it saves there is the experts' rows only
 };
 
 // What one rank's model talks over. The communicators outlive the model.

@@ -105,6 +105,9 @@ size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, DType a
       send_slots = carver.Matrix(all, c.expert_width(), act);
       send_ids = static_cast<int32_t*>(carver.Take(pick_bytes));
       send_weights = static_cast<float*>(carver.Take(pick_bytes));
+      send_counts = static_cast<int32_t*>(carver.Take(static_cast<size_t>(ranks.data) * 4));
+      received_counts = static_cast<int32_t*>(carver.Take(static_cast<size_t>(ranks.data) * 4));
+      slots = static_cast<int32_t*>(carver.Take(static_cast<size_t>(all) * 4));
     }
   }
   if (c.num_experts > 0 && ranks.expert_leaves > 1) {

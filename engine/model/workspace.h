@@ -80,14 +80,17 @@ class Workspace {
   MatrixView delta_shard;      // [bank_rows, D] sums of this rank's tokens
   MatrixView gathered_logits;  // [tensor][R, V / tensor] F32
   // Several groups: what Dispatch brings together, and what the experts give for it.
-  MatrixView gathered_in;             // [data * T, expert width]
-  MatrixView gathered_out;            // [data * T, expert width]
-  int32_t* gathered_ids = nullptr;    // [data * T, top_k]
-  float* gathered_weights = nullptr;  // [data * T, top_k]
-  MatrixView send_slots;              // [data * T, expert width] all-to-all only
-  int32_t* send_ids = nullptr;        // [data * T, top_k]
-  float* send_weights = nullptr;      // [data * T, top_k]
-  MatrixView leaf_out;                // [leaves * data * T, expert width] several leaves only
+  MatrixView gathered_in;              // [data * T, expert width]
+  MatrixView gathered_out;             // [data * T, expert width]
+  int32_t* gathered_ids = nullptr;     // [data * T, top_k]
+  float* gathered_weights = nullptr;   // [data * T, top_k]
+  MatrixView send_slots;               // [data * T, expert width] all-to-all only
+  int32_t* send_ids = nullptr;         // [data * T, top_k]
+  float* send_weights = nullptr;       // [data * T, top_k]
+  int32_t* send_counts = nullptr;      // [data] rows for each group
+  int32_t* received_counts = nullptr;  // [data] rows from each group
+  int32_t* slots = nullptr;            // [data * T] where each row lies in the groups' slots
+  MatrixView leaf_out;                 // [leaves * data * T, expert width] several leaves only
 
   void* scratch = nullptr;  // shared by Kda, MlaAttention, MoeExperts and Sample
 

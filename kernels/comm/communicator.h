@@ -7,16 +7,18 @@
 #include <memory>
 #include <string>
 
+#include "kernels/comm/collective.h"
 #include "kernels/core/dtype.h"
 
 namespace k3 {
 
-// Bytes that this rank sent to others, as the algorithm's lower bound counts them: the payload, not the protocol.
-// Written by the rank's thread, readable from any.
+// What one rank's collectives of a kind have cost. Bytes are what this rank sent to others, as the algorithm's lower
+// bound counts them: the payload, not the protocol. Written by the rank's thread, readable from any.
 struct CommCounters {
   std::atomic<uint64_t> calls{0};
   std::atomic<uint64_t> bytes{0};
-  std::atomic<uint64_t> wait_nanoseconds{0};  // host time inside collectives; only where they block (CPU)
+  // Time inside: of the host where it waits there (CPU), of the device where steps are profiled, else 0.
+  std::atomic<uint64_t> nanoseconds{0};
 };
 
 // Collective operations of one group of ranks. All ranks of a group issue the same operations in the same order with
@@ -42,6 +44,11 @@ class Communicator {
   virtual void ReduceScatter(const void* in, void* out, int64_t count, DType dtype, void* stream) = 0;
   // out [size][bytes]: block r is what rank r had in block `rank` of its in [size][bytes]. They do not overlap.
   virtual void AllToAll(const void* in, void* out, size_t bytes, void* stream) = 0;
+  // The same of blocks of `rows` rows each, of which only the first sent[r] of block r hold something; the rest of
+  // `out` is undefined. sent [size] is device memory, as is received [size], which gets how many rows came from each
+  // rank, or is null. Host memory sends only those rows; a device, whose counts the host does not know, whole blocks.
+  virtual void AllToAllRows(const void* in, void* out, int64_t rows, size_t row_bytes, const int32_t* sent,
+                            int32_t* received, void* stream) = 0;
   virtual void Broadcast(void* data, size_t bytes, int root, void* stream) = 0;
 
   // Operations between the two may be started together; none may depend on another's result.
@@ -57,19 +64,25 @@ class Communicator {
   // synchronization. Empty work otherwise.
   virtual void Check() = 0;
 
-  const CommCounters& counters() const { return counters_; }
+  const CommCounters& counters(Collective kind) const { return counters_[static_cast<size_t>(kind)]; }
+  uint64_t bytes_sent() const;  // over all kinds
+  // For whoever measures it from outside.
+  void AddTime(Collective kind, uint64_t nanoseconds) {
+    counters_[static_cast<size_t>(kind)].nanoseconds.fetch_add(nanoseconds, std::memory_order_relaxed);
+  }
 
  protected:
   Communicator(int rank, int size) : rank_(rank), size_(size) {}
-  void Count(uint64_t bytes) {
-    counters_.calls.fetch_add(1, std::memory_order_relaxed);
-    counters_.bytes.fetch_add(bytes, std::memory_order_relaxed);
+  void Count(Collective kind, uint64_t bytes) {
+    CommCounters& counters = counters_[static_cast<size_t>(kind)];
+    counters.calls.fetch_add(1, std::memory_order_relaxed);
+    counters.bytes.fetch_add(bytes, std::memory_order_relaxed);
   }
-  CommCounters counters_;
 
  private:
   int rank_;
   int size_;
+  std::array<CommCounters, kCollectives> counters_;
 };
 
 // A group of one: nothing to exchange. AllGather and the like copy nothing, for the callers test size() first; called
@@ -81,6 +94,8 @@ class NullCommunicator final : public Communicator {
   void AllGather(const void* in, void* out, size_t bytes, void* stream) override;
   void ReduceScatter(const void* in, void* out, int64_t count, DType dtype, void* stream) override;
   void AllToAll(const void* in, void* out, size_t bytes, void* stream) override;
+  void AllToAllRows(const void* in, void* out, int64_t rows, size_t row_bytes, const int32_t* sent, int32_t* received,
+                    void* stream) override;
   void Broadcast(void*, size_t, int, void*) override {}
   std::unique_ptr<Communicator> Split(int, int) override { return std::make_unique<NullCommunicator>(); }
   void Abort(const std::string&) noexcept override {}

@@ -21,6 +21,7 @@ class LocalGroup {
     const char* op = "";
     const void* data = nullptr;
     uint64_t size = 0;
+    const int32_t* sent = nullptr;  // AllToAllRows only
   };
 
   int size() const { return static_cast<int>(calls_.size()); }
@@ -103,30 +104,6 @@ class LocalGroup {
   std::vector<std::weak_ptr<LocalGroup>> children_;
 };
 
-namespace {
-
-// Host time of a collective, added to the counters when it ends.
-class Stopwatch {
- public:
-  explicit Stopwatch(CommCounters& counters) : counters_(counters) {}
-  ~Stopwatch() {
-    const auto spent = std::chrono::steady_clock::now() - start_;
-    counters_.wait_nanoseconds.fetch_add(
-        static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count()),
-        std::memory_order_relaxed);
-  }
-
- private:
-  CommCounters& counters_;
-  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
-
-void RequireF32(const char* op, DType dtype) {
-  if (dtype != DType::kF32) throw DeviceError(std::string(op) + ": the CPU sums F32, not " + Name(dtype));
-}
-
-}  // namespace
-
 std::vector<std::unique_ptr<Communicator>> LocalCommunicator::MakeGroup(int size, std::chrono::milliseconds timeout) {
   const auto group = std::make_shared<LocalGroup>(size, timeout);
   std::vector<std::unique_ptr<Communicator>> ranks;
@@ -135,7 +112,7 @@ std::vector<std::unique_ptr<Communicator>> LocalCommunicator::MakeGroup(int size
 }
 
 LocalCommunicator::LocalCommunicator(std::shared_ptr<LocalGroup> group, int rank)
-    : Communicator(rank, group->size()), group_(std::move(group)) {}
+    : HostCommunicator(rank, group->size()), group_(std::move(group)) {}
 
 void LocalCommunicator::Enter(const char* op, const void* data, uint64_t size) {
   Enter(op, data, size, [] {});
@@ -143,7 +120,10 @@ void LocalCommunicator::Enter(const char* op, const void* data, uint64_t size) {
 
 template <typename Last>
 void LocalCommunicator::Enter(const char* op, const void* data, uint64_t size, const Last& last) {
-  group_->call(rank()) = {op, data, size};
+  LocalGroup::Call& own = group_->call(rank());
+  own.op = op;
+  own.data = data;
+  own.size = size;
   group_->Rendezvous(rank(), last);
   for (int r = 0; r < this->size(); ++r) {
     const LocalGroup::Call& other = group_->call(r);
@@ -160,9 +140,7 @@ void LocalCommunicator::Leave() {
   group_->Rendezvous(rank(), [] {});
 }
 
-void LocalCommunicator::AllReduce(void* data, int64_t count, DType dtype, void*) {
-  RequireF32("AllReduce", dtype);
-  const Stopwatch watch(counters_);
+void LocalCommunicator::DoAllReduce(float* data, int64_t count) {
   // Each rank adds one part of the elements; the parts meet in `sums`.
   Enter("AllReduce", data, static_cast<uint64_t>(count), [&] {
     if (group_->sums.size() < static_cast<size_t>(count)) group_->sums.resize(static_cast<size_t>(count));
@@ -171,12 +149,9 @@ void LocalCommunicator::AllReduce(void* data, int64_t count, DType dtype, void*)
   TreeSum(part, size(), count * rank() / size(), count * (rank() + 1) / size(), group_->sums.data());
   Leave();
   std::memcpy(data, group_->sums.data(), static_cast<size_t>(count) * sizeof(float));
-  Count(2 * static_cast<uint64_t>(count) * sizeof(float) * static_cast<uint64_t>(size() - 1) /
-        static_cast<uint64_t>(size()));
 }
 
-void LocalCommunicator::AllGather(const void* in, void* out, size_t bytes, void*) {
-  const Stopwatch watch(counters_);
+void LocalCommunicator::DoAllGather(const void* in, void* out, size_t bytes) {
   Enter("AllGather", in, bytes);
   for (int r = 0; r < size(); ++r) {
     char* to = static_cast<char*>(out) + static_cast<size_t>(r) * bytes;
@@ -184,37 +159,46 @@ void LocalCommunicator::AllGather(const void* in, void* out, size_t bytes, void*
     if (to != from && bytes > 0) std::memcpy(to, from, bytes);
   }
   Leave();
-  Count(bytes * static_cast<uint64_t>(size() - 1));
 }
 
-void LocalCommunicator::ReduceScatter(const void* in, void* out, int64_t count, DType dtype, void*) {
-  RequireF32("ReduceScatter", dtype);
-  const Stopwatch watch(counters_);
+void LocalCommunicator::DoReduceScatter(const float* in, float* out, int64_t count) {
   Enter("ReduceScatter", in, static_cast<uint64_t>(count));
   const int64_t offset = count * rank();
   const auto part = [&](int r) { return static_cast<const float*>(group_->call(r).data) + offset; };
-  TreeSum(part, size(), 0, count, static_cast<float*>(out));
+  TreeSum(part, size(), 0, count, out);
   Leave();
-  Count(static_cast<uint64_t>(count) * sizeof(float) * static_cast<uint64_t>(size() - 1));
 }
 
-void LocalCommunicator::AllToAll(const void* in, void* out, size_t bytes, void*) {
-  const Stopwatch watch(counters_);
+void LocalCommunicator::DoAllToAll(const void* in, void* out, size_t bytes) {
   Enter("AllToAll", in, bytes);
   for (int r = 0; r < size() && bytes > 0; ++r) {
     std::memcpy(static_cast<char*>(out) + static_cast<size_t>(r) * bytes,
                 static_cast<const char*>(group_->call(r).data) + static_cast<size_t>(rank()) * bytes, bytes);
   }
   Leave();
-  Count(bytes * static_cast<uint64_t>(size() - 1));
 }
 
-void LocalCommunicator::Broadcast(void* data, size_t bytes, int root, void*) {
-  const Stopwatch watch(counters_);
+void LocalCommunicator::DoAllToAllRows(const void* in, void* out, int64_t rows, size_t row_bytes, const int32_t* sent,
+                                       int32_t* received) {
+  group_->call(rank()).sent = sent;
+  const size_t block = static_cast<size_t>(rows) * row_bytes;
+  Enter("AllToAllRows", in, block);
+  for (int r = 0; r < size(); ++r) {
+    const LocalGroup::Call& from = group_->call(r);
+    const int32_t count = from.sent[rank()];
+    if (received != nullptr) received[r] = count;
+    if (count == 0 || row_bytes == 0) continue;
+    std::memcpy(static_cast<char*>(out) + static_cast<size_t>(r) * block,
+                static_cast<const char*>(from.data) + static_cast<size_t>(rank()) * block,
+                static_cast<size_t>(count) * row_bytes);
+  }
+  Leave();
+}
+
+void LocalCommunicator::DoBroadcast(void* data, size_t bytes, int root) {
   Enter("Broadcast", data, bytes);
   if (rank() != root && bytes > 0) std::memcpy(data, group_->call(root).data, bytes);
   Leave();
-  if (rank() == root) Count(bytes * static_cast<uint64_t>(size() - 1));
 }
 
 std::unique_ptr<Communicator> LocalCommunicator::Split(int color, int key) {

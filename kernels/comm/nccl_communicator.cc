@@ -1,9 +1,12 @@
 #include <cuda_runtime_api.h>
+#include <sys/statvfs.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstring>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -15,6 +18,17 @@ namespace k3 {
 namespace {
 
 constexpr auto kPatience = std::chrono::seconds(2);  // of an abort for a rank's thread that is inside the library
+
+// What containers most often lack, to be told with a failed start.
+std::string SharedMemoryText() {
+  constexpr uint64_t kWantedMiB = 1024;  // enough for all transports of eight GPUs
+  struct statvfs file_system;
+  if (statvfs("/dev/shm", &file_system) != 0) return "; there is no shared memory at /dev/shm";
+  const uint64_t unit = file_system.f_frsize;
+  return "; shared memory (/dev/shm): " + std::to_string(unit * file_system.f_bavail >> 20) + " MiB free of " +
+         std::to_string(unit * file_system.f_blocks >> 20) + ", NCCL may need " + std::to_string(kWantedMiB) +
+         " (--shm-size=1g of a container)";
+}
 
 ncclDataType_t TypeOf(DType dtype, const char* op) {
   if (dtype == DType::kF32) return ncclFloat32;
@@ -38,19 +52,21 @@ class NcclCommunicator final : public Communicator {
     if (size() == 1 || count == 0) return;
     if (options_.fixed_sums) {
       void* parts = Scratch(bytes * static_cast<size_t>(size()), stream);
-      Call("AllGather", [&] { return nccl_.AllGather(data, parts, bytes, ncclUint8, comm_, Queue(stream)); });
+      Call(Collective::kAllReduce, stream,
+           [&] { return nccl_.AllGather(data, parts, bytes, ncclUint8, comm_, Queue(stream)); });
       ops_.TreeSum({.data = parts, .parts = size(), .count = count, .dtype = dtype, .out = data}, stream);
-      Count(bytes * static_cast<uint64_t>(size() - 1));
+      Count(Collective::kAllReduce, bytes * others());
       return;
     }
-    Call("AllReduce",
+    Call(Collective::kAllReduce, stream,
          [&] { return nccl_.AllReduce(data, data, static_cast<size_t>(count), type, ncclSum, comm_, Queue(stream)); });
-    Count(2 * bytes * static_cast<uint64_t>(size() - 1) / static_cast<uint64_t>(size()));
+    Count(Collective::kAllReduce, 2 * bytes * others() / static_cast<uint64_t>(size()));
   }
 
   void AllGather(const void* in, void* out, size_t bytes, void* stream) override {
-    Call("AllGather", [&] { return nccl_.AllGather(in, out, bytes, ncclUint8, comm_, Queue(stream)); });
-    Count(bytes * static_cast<uint64_t>(size() - 1));
+    Call(Collective::kAllGather, stream,
+         [&] { return nccl_.AllGather(in, out, bytes, ncclUint8, comm_, Queue(stream)); });
+    Count(Collective::kAllGather, bytes * others());
   }
 
   void ReduceScatter(const void* in, void* out, int64_t count, DType dtype, void* stream) override {
@@ -60,40 +76,48 @@ class NcclCommunicator final : public Communicator {
     // Two terms have one order only.
     if (options_.fixed_sums && size() > 2) {
       void* parts = Scratch(bytes * static_cast<size_t>(size()), stream);
-      AllToAll(in, parts, bytes, stream);
+      Call(Collective::kReduceScatter, stream, [&] { return ExchangeBlocks(in, parts, bytes, stream); });
       ops_.TreeSum({.data = parts, .parts = size(), .count = count, .dtype = dtype, .out = out}, stream);
+      Count(Collective::kReduceScatter, bytes * others());
       return;
     }
-    Call("ReduceScatter",
+    Call(Collective::kReduceScatter, stream,
          [&] { return nccl_.ReduceScatter(in, out, static_cast<size_t>(count), type, ncclSum, comm_, Queue(stream)); });
-    Count(bytes * static_cast<uint64_t>(size() - 1));
+    Count(Collective::kReduceScatter, bytes * others());
   }
 
   void AllToAll(const void* in, void* out, size_t bytes, void* stream) override {
-    Call("AllToAll", [&] {
-      ncclResult_t result = nccl_.GroupStart();
-      for (int peer = 0; peer < size() && result == ncclSuccess; ++peer) {
-        const size_t offset = static_cast<size_t>(peer) * bytes;
-        result = nccl_.Send(static_cast<const char*>(in) + offset, bytes, ncclUint8, peer, comm_, Queue(stream));
-        if (result != ncclSuccess) break;
-        result = nccl_.Recv(static_cast<char*>(out) + offset, bytes, ncclUint8, peer, comm_, Queue(stream));
-      }
-      const ncclResult_t ended = nccl_.GroupEnd();
-      return result != ncclSuccess ? result : ended;
+    Call(Collective::kAllToAll, stream, [&] { return ExchangeBlocks(in, out, bytes, stream); });
+    Count(Collective::kAllToAll, bytes * others());
+  }
+
+  void AllToAllRows(const void* in, void* out, int64_t rows, size_t row_bytes, const int32_t* sent, int32_t* received,
+                    void* stream) override {
+    const size_t block = static_cast<size_t>(rows) * row_bytes;
+    Call(Collective::kAllToAll, stream, [&] {
+      const ncclResult_t result = ExchangeBlocks(in, out, block, stream);
+      if (result != ncclSuccess || received == nullptr) return result;
+      return ExchangeBlocks(sent, received, sizeof(int32_t), stream);
     });
-    Count(bytes * static_cast<uint64_t>(size() - 1));
+    Count(Collective::kAllToAll, (block + (received != nullptr ? sizeof(int32_t) : 0)) * others());
   }
 
   void Broadcast(void* data, size_t bytes, int root, void* stream) override {
-    Call("Broadcast", [&] { return nccl_.Broadcast(data, data, bytes, ncclUint8, root, comm_, Queue(stream)); });
-    if (rank() == root) Count(bytes * static_cast<uint64_t>(size() - 1));
+    Call(Collective::kBroadcast, stream,
+         [&] { return nccl_.Broadcast(data, data, bytes, ncclUint8, root, comm_, Queue(stream)); });
+    Count(Collective::kBroadcast, rank() == root ? bytes * others() : 0);
   }
 
   void BeginGroup() override {
     Call("GroupStart", [&] { return nccl_.GroupStart(); });
+    in_group_ = true;
+    group_kind_.reset();
   }
+  // What was called since BeginGroup goes on the stream now: it is measured as one, under the kind of its first call.
   void EndGroup() override {
-    Call("GroupEnd", [&] { return nccl_.GroupEnd(); });
+    in_group_ = false;
+    const auto end = [this] { Call("GroupEnd", [&] { return nccl_.GroupEnd(); }); };
+    group_kind_.has_value() ? ops_.Measure(Name(*group_kind_), group_stream_, end) : end();
   }
 
   std::unique_ptr<Communicator> Split(int color, int key) override {
@@ -154,6 +178,33 @@ class NcclCommunicator final : public Communicator {
     return static_cast<cudaStream_t>(stream != nullptr ? stream : ops_.stream());
   }
 
+  uint64_t others() const { return static_cast<uint64_t>(size() - 1); }
+
+  // out: block r is rank r's block `rank` of its in.
+  ncclResult_t ExchangeBlocks(const void* in, void* out, size_t bytes, void* stream) {
+    ncclResult_t result = nccl_.GroupStart();
+    for (int peer = 0; peer < size() && result == ncclSuccess; ++peer) {
+      const size_t offset = static_cast<size_t>(peer) * bytes;
+      result = nccl_.Send(static_cast<const char*>(in) + offset, bytes, ncclUint8, peer, comm_, Queue(stream));
+      if (result != ncclSuccess) break;
+      result = nccl_.Recv(static_cast<char*>(out) + offset, bytes, ncclUint8, peer, comm_, Queue(stream));
+    }
+    const ncclResult_t ended = nccl_.GroupEnd();
+    return result != ncclSuccess ? result : ended;
+  }
+
+  // A collective on the stream; its device time is taken where steps are profiled.
+  template <typename Function>
+  void Call(Collective kind, void* stream, const Function& call) {
+    const char* what = Name(kind);
+    if (in_group_) {
+      if (!group_kind_.has_value()) group_kind_ = kind;
+      group_stream_ = stream;
+      return Call(what, call);
+    }
+    ops_.Measure(what, stream, [&] { Call(what, call); });
+  }
+
   template <typename Function>
   void Call(const char* what, const Function& call) {
     ThrowIfAborted();
@@ -205,6 +256,9 @@ class NcclCommunicator final : public Communicator {
   const NcclOptions options_;
   std::vector<void*> scratch_;
   size_t scratch_bytes_ = 0;
+  bool in_group_ = false;
+  std::optional<Collective> group_kind_;  // of the group under way
+  void* group_stream_ = nullptr;
 };
 
 }  // namespace
@@ -231,7 +285,8 @@ std::unique_ptr<Communicator> MakeNcclCommunicator(const NcclId& id, int rank, i
   if (const ncclResult_t result = nccl.CommInitRank(&comm, size, unique, rank); result != ncclSuccess) {
     const char* detail = nccl.GetLastError(nullptr);
     throw DeviceError("NCCL: rank " + std::to_string(rank) + " of " + std::to_string(size) + " cannot join: " +
-                      nccl.GetErrorString(result) + (detail != nullptr ? std::string(" (") + detail + ")" : ""));
+                      nccl.GetErrorString(result) + (detail != nullptr ? std::string(" (") + detail + ")" : "") +
+                      SharedMemoryText());
   }
   return std::make_unique<NcclCommunicator>(comm, rank, size, ops, options);
 }

@@ -78,6 +78,8 @@ class CpuOps final : public Ops {
   void GatherRows(const GatherRowsParams& params, Stream stream) override;
   void CopyMatrix(const CopyMatrixParams& params, Stream stream) override;
   void TreeSum(const TreeSumParams& params, Stream stream) override;
+  void PackSlots(const PackSlotsParams& params, Stream stream) override;
+  void SumSlots(const SumSlotsParams& params, Stream stream) override;
   void RmsNorm(const RmsNormParams& params, Stream stream) override;
   void AddRmsNorm(const AddRmsNormParams& params, Stream stream) override;
   void AttnResMix(const AttnResMixParams& params, Stream stream) override;
@@ -132,6 +134,7 @@ class CpuOps final : public Ops {
   std::vector<std::vector<float>> thread_floats_;  // [threads]
   std::map<const float*, std::vector<float>> transposed_taps_;
   std::vector<float> no_history_;  // zeros: convolution inputs of padding
+  std::vector<float> zeros_;       // a row that a rank did not get
   std::mutex vectors_mutex_;
   std::set<const void*> vectors_;  // guarded by vectors_mutex_; what MakeVector and MakeTable allocated
 };

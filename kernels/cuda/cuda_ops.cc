@@ -269,6 +269,12 @@ void CudaOps::CopyMatrix(const CopyMatrixParams& params, Stream stream) {
   cuda::CopyMatrix(device_, params, Queue(stream));
 }
 void CudaOps::TreeSum(const TreeSumParams& params, Stream stream) { cuda::TreeSum(device_, params, Queue(stream)); }
+void CudaOps::PackSlots(const PackSlotsParams& params, Stream stream) {
+  cuda::PackSlots(device_, params, Queue(stream));
+}
+void CudaOps::SumSlots(const SumSlotsParams& params, Stream stream) {
+  cuda::SumSlots(device_, params, Queue(stream));
+}
 void CudaOps::GatherRows(const GatherRowsParams& params, Stream stream) {
   cuda::GatherRows(device_, params, Queue(stream));
 }

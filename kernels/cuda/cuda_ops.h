@@ -69,6 +69,8 @@ class CudaOps final : public Ops {
   void GatherRows(const GatherRowsParams& params, Stream stream) override;
   void CopyMatrix(const CopyMatrixParams& params, Stream stream) override;
   void TreeSum(const TreeSumParams& params, Stream stream) override;
+  void PackSlots(const PackSlotsParams& params, Stream stream) override;
+  void SumSlots(const SumSlotsParams& params, Stream stream) override;
   void RmsNorm(const RmsNormParams& params, Stream stream) override;
   void AddRmsNorm(const AddRmsNormParams& params, Stream stream) override;
   void AttnResMix(const AttnResMixParams& params, Stream stream) override;

@@ -18,6 +18,8 @@ void Linear(const Device& device, const LinearParams& params, cudaStream_t queue
 void GatherRows(const Device& device, const GatherRowsParams& params, cudaStream_t queue);
 void CopyMatrix(const Device& device, const CopyMatrixParams& params, cudaStream_t queue);
 void TreeSum(const Device& device, const TreeSumParams& params, cudaStream_t queue);
+void PackSlots(const Device& device, const PackSlotsParams& params, cudaStream_t queue);
+void SumSlots(const Device& device, const SumSlotsParams& params, cudaStream_t queue);
 void GatedActivation(const Device& device, const GatedActivationParams& params, cudaStream_t queue);
 void CheckActivation(const ActivationSpec& spec);
 void RouterTopK(const Device& device, const RouterTopKParams& params, cudaStream_t queue);

@@ -99,6 +99,9 @@ class Server {
     Engine& engine = host_->engine();
     generation_.Install(host_->served_model());
     metrics_.WatchEngine([&engine] { return engine.Load(); }, engine.Limits());
+    if (host_->ranks().layout().ranks() > 1) {
+      metrics_.WatchCollectives([this] { return host_->ranks().collectives(); });
+    }
     health_.SetServing();
     PrintReady(std::chrono::duration<double>(Clock::now() - start).count());
     int code = kExitOk;
@@ -111,6 +114,7 @@ class Server {
       code = Serve(signals);
     }
     metrics_.WatchEngine({}, engine.Limits());
+    metrics_.WatchCollectives({});
     return code;
   }
 

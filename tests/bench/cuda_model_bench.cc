@@ -32,6 +32,7 @@
 #include "kernels/cuda/device.h"
 #include "kernels/profiled_ops.h"
 #include "tests/bench/device_ceilings.h"
+#include "tests/bench/model_steps.h"
 #include "tests/bench/result_file.h"
 #include "tests/testing/checkpoint_writer.h"
 #include "tests/testing/paths.h"
@@ -39,21 +40,13 @@
 namespace k3 {
 namespace {
 
-constexpr int32_t kPageSize = 64;
-
-using WallClock = std::chrono::steady_clock;
-double SecondsSince(WallClock::time_point start) {
-  return std::chrono::duration<double>(WallClock::now() - start).count();
-}
-
-template <typename T>
-T OrDie(absl::StatusOr<T> value) {
-  if (!value.ok()) throw std::runtime_error(std::string(value.status().message()));
-  return *std::move(value);
-}
-void OrDie(const absl::Status& status) {
-  if (!status.ok()) throw std::runtime_error(std::string(status.message()));
-}
+using bench::CheckResult;
+using bench::kPageSize;
+using bench::MakeGeometry;
+using bench::MakePlan;
+using bench::OrDie;
+using bench::SecondsSince;
+using bench::WallClock;
 
 double Median(std::vector<double> values) {
   std::nth_element(values.begin(), values.begin() + static_cast<ptrdiff_t>(values.size() / 2), values.end());
@@ -107,12 +100,7 @@ struct Served {
 
   void MakeExecutor(Ops& ops, const StepBounds& bounds, int32_t pages, int32_t slots, ExecutorOptions options) {
     executor.reset();
-    CacheGeometry geometry;
-    geometry.pages = pages;
-    geometry.page_size = kPageSize;
-    geometry.page_dtype = ops.activation_dtype();
-    geometry.slots = slots;
-    geometry.conv_dtype = ops.activation_dtype();
+    const CacheGeometry geometry = MakeGeometry(ops, pages, slots);
     executor = OrDie(Executor::Create(*model, ops, bounds, geometry, std::move(options)));
     const WarmUpReport report = OrDie(executor->WarmUp());
     std::printf("warm-up %.2f s, %d graphs with %ld operations, %ld MiB\n", report.seconds, report.graphs,
@@ -135,40 +123,6 @@ struct Served {
   }
 };
 
-// A step in which each of `sequences` sequences computes `tokens` tokens behind `context` earlier ones. `own_pages`:
-// pages of a sequence that nobody else reads; contexts beyond them begin at the pool's front again.
-StepPlan MakePlan(int32_t sequences, int32_t tokens, int32_t context, int32_t pool_pages, bool from_last) {
-  StepPlan step;
-  step.ranks.resize(1);
-  RankPlan& plan = step.ranks[0];
-  const int32_t pages = (context + tokens + kPageSize - 1) / kPageSize;
-  plan.page_table_stride = pages;
-  for (int32_t s = 0; s < sequences; ++s) {
-    plan.token_begin.push_back(s * tokens);
-    plan.context.push_back(context);
-    plan.state_slot.push_back(s);
-    for (int32_t p = 0; p < pages; ++p) plan.page_table.push_back((s * pages + p) % pool_pages);
-    for (int32_t t = 0; t < tokens; ++t) {
-      plan.tokens.push_back(from_last ? TokenOfRow(s) : 100 + (s * 31 + (context + t) * 7) % 3000);
-      plan.sequence_of_token.push_back(s);
-      plan.position.push_back(context + t);
-    }
-    plan.logits_row.push_back((s + 1) * tokens - 1);
-    SampleRow row;
-    row.temperature = 1;
-    row.uniform = 0.37f;
-    plan.sample_rows.push_back(row);
-  }
-  plan.token_begin.push_back(sequences * tokens);
-  return step;
-}
-
-void CheckResult(const StepResult& result) {
-  for (SampleStatus status : result.ranks[0].status) {
-    if (status != SampleStatus::kOk) throw std::runtime_error("a step gave non-finite logits");
-  }
-}
-
 struct StepTime {
   double seconds = 0;  // of the wall clock a step
   double busy_ms = 0;  // of the device a step
@@ -178,7 +132,7 @@ struct StepTime {
 StepTime TimeDecode(Executor& executor, int32_t sequences, int32_t context, int32_t pool_pages, double budget_seconds) {
   StepPlan plans[3];
   StepResult result;
-  plans[0] = MakePlan(sequences, 1, context, pool_pages, false);
+  plans[0] = MakePlan({sequences}, 1, context, pool_pages, false);
   OrDie(executor.Run(plans[0], &result));
   CheckResult(result);
   int steps = 20;
@@ -188,7 +142,7 @@ StepTime TimeDecode(Executor& executor, int32_t sequences, int32_t context, int3
     const auto start = WallClock::now();
     for (int i = 0; i < steps; ++i) {
       // The position stays: the cost of a step at this context is wanted.
-      plans[i % 3] = MakePlan(sequences, 1, context, pool_pages, true);
+      plans[i % 3] = MakePlan({sequences}, 1, context, pool_pages, true);
       OrDie(executor.Submit(plans[i % 3]));
       if (i > 0) OrDie(executor.Wait(&result));
     }
@@ -414,7 +368,7 @@ class ModelBench {
         std::vector<double> seconds;
         StepResult result;
         for (int i = 0; i < 6; ++i) {
-          StepPlan plan = MakePlan(1, 8192, 0, pages, false);
+          StepPlan plan = MakePlan({1}, 8192, 0, pages, false);
           plan.ranks[0].zero_slots.push_back(StateSlot{0});
           const auto start = WallClock::now();
           OrDie(executor.Run(plan, &result));
@@ -451,7 +405,7 @@ class ModelBench {
   // Where the time of steps goes, by op; launched one by one.
   void Profile(Served& served, int32_t pages, const char* title, int32_t sequences, int32_t tokens, int32_t context) {
     StepResult result;
-    StepPlan plan = MakePlan(sequences, tokens, context, pages, false);
+    StepPlan plan = MakePlan({sequences}, tokens, context, pages, false);
     OrDie(served.executor->Run(plan, &result));
     profile_->Start(5);
     for (int i = 0; i < 5; ++i) OrDie(served.executor->Run(plan, &result));
@@ -519,7 +473,7 @@ class ModelBench {
     std::vector<double> seconds;
     StepResult result;
     for (int i = 0; i < 4; ++i) {
-      StepPlan plan = MakePlan(1, 4096, 0, pages, false);
+      StepPlan plan = MakePlan({1}, 4096, 0, pages, false);
       plan.ranks[0].zero_slots.push_back(StateSlot{0});
       const auto start = WallClock::now();
       OrDie(served.executor->Run(plan, &result));

@@ -1,8 +1,8 @@
 // Several ranks: what reaching the experts costs, whole models over layouts, and a long run under random load.
-//   parallel_bench [--device cpu|cuda] [--ranks N] [--only comm,model,soak] [--model DIR] [--layouts 1x1,2x1,1x2]
+//   parallel_bench [--device cpu|cuda] [--ranks 2,4,8] [--only comm,model,soak] [--model DIR] [--layouts 1x1,2x1,1x2]
 //                  [--steps N] [--context N] [--batches 1,64] [--prefill N] [--json FILE]
-// On the CPU the ranks are threads: volumes are counted, times say little. Weights are random (--model names the
-// shape).
+// On the CPU the ranks are threads, virtual ranks: volumes are counted, times say little. Weights are random (--model
+// names the shape).
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -22,30 +22,28 @@
 #include "absl/strings/str_split.h"
 #include "engine/engine.h"
 #include "engine/memory_plan.h"
+#include "engine/model/expert_parallel.h"
 #include "engine/rank_group.h"
 #include "engine/self_check.h"
 #include "server/nccl_world.h"
+#include "tests/bench/model_steps.h"
 #include "tests/bench/result_file.h"
 #include "tests/testing/paths.h"
 
 namespace k3 {
 namespace {
 
-using WallClock = std::chrono::steady_clock;
-constexpr int32_t kPageSize = 64;
-
-void OrDie(const absl::Status& status) {
-  if (!status.ok()) throw std::runtime_error(std::string(status.message()));
-}
-template <typename T>
-T OrDie(absl::StatusOr<T> value) {
-  OrDie(value.status());
-  return *std::move(value);
-}
+using bench::CheckResult;
+using bench::kPageSize;
+using bench::MakeGeometry;
+using bench::MakePlan;
+using bench::OrDie;
+using bench::SecondsSince;
+using bench::WallClock;
 
 struct Settings {
   bool cuda = false;
-  int ranks = 2;
+  std::vector<int> ranks = {2};
   std::set<std::string> only = {"comm", "model", "soak"};
   std::string model;
   std::vector<std::pair<int, int>> layouts;
@@ -84,41 +82,58 @@ std::unique_ptr<RankGroup> Open(const Settings& settings, int tensor, int data) 
 
 // --- dispatch and combine alone ---
 
+constexpr int32_t kExperts = 896;
+constexpr int32_t kTopK = 16;
+
+// Dispatch and combine as a layer does them, of K3's experts over `comm`, without the experts. Every token chooses
+// kTopK experts at random, as even routing would.
 class Exchange {
  public:
-  Exchange(Ops& ops, Communicator& comm, int64_t rows, int64_t width, int64_t top_k)
-      : ops_(ops), comm_(comm), rows_(rows), width_(width), top_k_(top_k) {
-    const size_t all = static_cast<size_t>(rows * comm.size());
-    for (void** place : {&x_, &out_}) *place = Take(static_cast<size_t>(rows * width) * element());
-    for (void** place : {&all_x_, &all_out_}) *place = Take(all * static_cast<size_t>(width) * element());
-    for (void** place : {&ids_, &weights_}) *place = Take(static_cast<size_t>(rows * top_k) * 4);
-    for (void** place : {&all_ids_, &all_weights_}) *place = Take(all * static_cast<size_t>(top_k) * 4);
-  }
-  ~Exchange() {
-    for (void* memory : memory_) ops_.Free(memory);
+  Exchange(Ops& ops, Communicator& comm, int64_t rows, int32_t width, ExpertTransport transport)
+      : config_(Shape(width)),
+        parallel_{nullptr, &comm, transport},
+        workspace_(config_, {.tokens = rows, .sequences = 1, .logits_rows = 1, .context = kPageSize}, ops,
+                   WorkspaceRanks::Of({.data = comm.size()}, transport)),
+        cache_(config_, {.pages = 1, .page_size = kPageSize, .slots = 1}, ops),
+        context_{config_, ops, ops.stream(), batch_, workspace_, cache_, parallel_, nullptr, rows},
+        rows_(rows) {
+    std::mt19937 random(static_cast<uint32_t>(comm.rank()) + 1);
+    std::vector<int32_t> ids;
+    const std::vector<float> weights(static_cast<size_t>(rows * kTopK), 1.0f / kTopK);
+    for (int64_t t = 0; t < rows; ++t) {
+      std::set<int32_t> picks;
+      while (picks.size() < kTopK) picks.insert(static_cast<int32_t>(random() % kExperts));
+      ids.insert(ids.end(), picks.begin(), picks.end());
+    }
+    for (const MatrixView& m : {workspace_.expert_in, workspace_.gathered_out}) {
+      ops.Fill(m.data, 0, static_cast<size_t>(m.rows * m.ld) * SizeOf(m.dtype), ops.stream());
+    }
+    ops.CopyToDevice(workspace_.expert_ids, ids.data(), ids.size() * 4, ops.stream());
+    ops.CopyToDevice(workspace_.expert_weights, weights.data(), weights.size() * 4, ops.stream());
+    ops.Synchronize(ops.stream());
   }
   void Run() {
-    const size_t picks = static_cast<size_t>(rows_ * top_k_) * 4;
-    comm_.BeginGroup();
-    comm_.AllGather(x_, all_x_, static_cast<size_t>(rows_ * width_) * element(), ops_.stream());
-    comm_.AllGather(ids_, all_ids_, picks, ops_.stream());
-    comm_.AllGather(weights_, all_weights_, picks, ops_.stream());
-    comm_.EndGroup();
-    comm_.ReduceScatter(all_out_, out_, rows_ * width_, ops_.activation_dtype(), ops_.stream());
+    Dispatch(context_, workspace_.expert_in.Rows(0, rows_), rows_);
+    Combine(context_, rows_, workspace_.expert_out.Rows(0, rows_));
   }
-  size_t element() const { return SizeOf(ops_.activation_dtype()); }
 
  private:
-  void* Take(size_t bytes) {
-    memory_.push_back(ops_.Allocate(bytes));
-    ops_.Fill(memory_.back(), 0, bytes, ops_.stream());
-    return memory_.back();
+  // Small in everything but what travels.
+  static ModelConfig Shape(int32_t width) {
+    ModelConfig config = OrDie(LoadModelConfig(testing::SourcePath("configs/models/tiny-k3")));
+    config.num_experts = kExperts;
+    config.num_experts_per_token = kTopK;
+    config.routed_expert_hidden_size = width;
+    config.moe_intermediate_size = 32;
+    return config;
   }
-  Ops& ops_;
-  Communicator& comm_;
-  int64_t rows_, width_, top_k_;
-  void *x_, *out_, *all_x_, *all_out_, *ids_, *weights_, *all_ids_, *all_weights_;
-  std::vector<void*> memory_;
+  const ModelConfig config_;
+  const ParallelContext parallel_;
+  Workspace workspace_;
+  CacheStorage cache_;
+  const SequenceBatch batch_;
+  const LayerContext context_;
+  const int64_t rows_;
 };
 
 // Seconds of one `work`, repeated inside captured work where the device can.
@@ -143,7 +158,7 @@ double TimeWork(Ops& ops, int inner, int outer, const std::function<void()>& wor
     ops.WaitEvent(to);
     ops.Synchronize(ops.stream());
     const double device = ops.Milliseconds(from, to) * 1e-3;
-    times.push_back((device > 0 ? device : std::chrono::duration<double>(WallClock::now() - start).count()) / inner);
+    times.push_back((device > 0 ? device : SecondsSince(start)) / inner);
   }
   ops.FreeEvent(from);
   ops.FreeEvent(to);
@@ -151,55 +166,86 @@ double TimeWork(Ops& ops, int inner, int outer, const std::function<void()>& wor
   return times[static_cast<size_t>(outer / 2)];
 }
 
-void BenchComm(const Settings& settings, Report& report) {
-  constexpr int64_t kLatent = 3584, kHidden = 7168, kTopK = 16;
-  const auto ranks = Open(settings, 1, settings.ranks);
-  const std::string tag = absl::StrCat("ep", settings.ranks);
-  struct Row {
-    double seconds = 0;
-    double bytes = 0;
-  };
+// Ranks that a token's kTopK experts of kExperts live on, of `ranks` with equal shares: spec B.2's first table.
+double DistinctRanks(int ranks) {
+  double none = 1;  // of the experts on one rank
+  const double share = static_cast<double>(kExperts) / ranks;
+  for (int i = 0; i < kTopK; ++i) none *= (kExperts - share - i) / (kExperts - i);
+  return ranks * (1 - none);
+}
+
+// Bytes and time of both transports over `ranks` ranks, beside what spec B.2 says that must be sent: a token's row once
+// to every other rank with an expert of it, and the same back.
+void BenchComm(const Settings& settings, int ranks_count, Report& report) {
+  constexpr int32_t kLatent = 3584, kHidden = 7168;
+  const auto ranks = Open(settings, 1, ranks_count);
+  const std::string tag = absl::StrCat(settings.cuda ? "" : "cpu/", "comm/ep", ranks_count);
+  const double others = ranks_count - 1, element = settings.cuda ? 2 : 4;
   double pair_bandwidth = 0;
   OrDie(ranks->ForEach([&](int local) -> absl::Status {
     Ops& ops = ranks->ops(local);
     Communicator& comm = ranks->world(local);
-    const size_t bytes = settings.cuda ? size_t{256} << 20 : size_t{8} << 20;
+    const size_t bytes = settings.cuda ? size_t{256} << 20 : size_t{8} << 20 >> (ranks_count > 8 ? 4 : 0);
     void* from = ops.Allocate(bytes * static_cast<size_t>(comm.size()));
     void* to = ops.Allocate(bytes * static_cast<size_t>(comm.size()));
     const double seconds = TimeWork(ops, 4, 5, [&] { comm.AllToAll(from, to, bytes, ops.stream()); });
-    if (local == 0) pair_bandwidth = static_cast<double>(bytes) * (comm.size() - 1) / seconds;
+    if (local == 0) pair_bandwidth = static_cast<double>(bytes) * others / seconds;
     ops.Free(from);
     ops.Free(to);
     return absl::OkStatus();
   }));
-  report.Add(absl::StrCat("comm/", tag, "/bandwidth_out"), pair_bandwidth * 1e-9, "GB/s");
-  double payload[2] = {};
-  for (const int64_t rows : {64, 8192}) {
-    if (!settings.cuda && rows > 64) continue;
-    for (const int64_t width : {kLatent, kHidden}) {
-      Row row;
-      OrDie(ranks->ForEach([&](int local) -> absl::Status {
-        Ops& ops = ranks->ops(local);
-        Communicator& comm = ranks->world(local);
-        Exchange exchange(ops, comm, rows, width, kTopK);
-        const uint64_t before = comm.counters().bytes;
-        exchange.Run();
-        const uint64_t sent = comm.counters().bytes - before;
-        const double seconds = TimeWork(ops, 20, 15, [&] { exchange.Run(); });
-        if (local == 0) row = {seconds, static_cast<double>(sent)};
-        return absl::OkStatus();
-      }));
-      const std::string name = absl::StrCat("comm/", tag, "/dispatch_combine/", width, "/", rows);
-      report.Add(name, row.seconds * 1e6, "us");
-      report.Add(name + "/bytes_out", row.bytes * 1e-6, "MB");
-      report.Add(name + "/bandwidth_share", row.bytes / row.seconds / pair_bandwidth, "of pair");
-      payload[width == kHidden] = row.bytes - static_cast<double>(rows * kTopK * 8 * (settings.ranks - 1));
+  report.Add(absl::StrCat(tag, "/bandwidth_out"), pair_bandwidth * 1e-9, "GB/s");
+  const double distinct = DistinctRanks(ranks_count);
+  report.Add(absl::StrCat(tag, "/distinct_ranks_of_a_token"), distinct, "ranks");
+  const std::vector<int64_t> batches = settings.cuda      ? std::vector<int64_t>{64, 8192}
+                                       : ranks_count > 16 ? std::vector<int64_t>{8}
+                                                          : std::vector<int64_t>{64};
+  for (const int64_t rows : batches) {
+    double all_gather_bytes = 0;
+    for (const ExpertTransport transport : {ExpertTransport::kAllGather, ExpertTransport::kAllToAll}) {
+      const bool gather = transport == ExpertTransport::kAllGather;
+      double payload[2] = {};
+      for (const int32_t width : {kLatent, kHidden}) {
+        if (width == kHidden && ranks_count > 8) continue;
+        std::vector<double> sent(static_cast<size_t>(ranks_count));
+        double seconds = 0;
+        OrDie(ranks->ForEach([&](int local) -> absl::Status {
+          Ops& ops = ranks->ops(local);
+          Communicator& comm = ranks->world(local);
+          Exchange exchange(ops, comm, rows, width, transport);
+          const uint64_t before = comm.bytes_sent();
+          exchange.Run();
+          sent[static_cast<size_t>(local)] = static_cast<double>(comm.bytes_sent() - before);
+          const double took = TimeWork(ops, settings.cuda ? 20 : 2, settings.cuda ? 15 : 5, [&] { exchange.Run(); });
+          if (local == 0) seconds = took;
+          return absl::OkStatus();
+        }));
+        double bytes = 0;  // of a rank: all are like the first, but for their tokens
+        for (const double rank : sent) bytes += rank / ranks_count;
+        const std::string name =
+            absl::StrCat(tag, gather ? "/dispatch_combine/" : "/dispatch_combine_all_to_all/", width, "/", rows);
+        report.Add(name, seconds * 1e6, "us");
+        report.Add(name + "/bytes_out", bytes * 1e-6, "MB");
+        report.Add(name + "/bandwidth_share", bytes / seconds / pair_bandwidth, "of pair");
+        // Ids and weights go with a row, and counts with the rows of a rank.
+        const bool padded = gather || settings.cuda;
+        const double copies = static_cast<double>(rows) * (padded ? others : distinct * others / ranks_count);
+        const double extra = copies * kTopK * 8 + (gather ? 0 : others * 4);
+        payload[width == kHidden] = bytes - extra;
+        report.Add(name + "/payload_over_formula", (bytes - extra) / (2.0 * copies * width * element), "ratio");
+        if (width != kLatent) continue;
+        if (gather) all_gather_bytes = bytes - extra;
+        if (!gather) {
+          report.Add(name + "/all_gather_payload_over_this", all_gather_bytes / (bytes - extra), "ratio");
+          // Spec B.2's second table, BF16 back.
+          report.Add(name + "/combine_at_bf16", (bytes - extra) / element * 1e-6, "MB");
+        }
+      }
+      if (payload[1] > 0) {
+        report.Add(absl::StrCat(tag, gather ? "/latent_payload_share/" : "/latent_payload_share_all_to_all/", rows),
+                   payload[0] / payload[1], "of full width");
+      }
     }
-    report.Add(absl::StrCat("comm/", tag, "/latent_payload_share/", rows), payload[0] / payload[1], "of full width");
-    // Spec B.2: rows x width each way to every other rank.
-    const double element = settings.cuda ? 2 : 4;
-    report.Add(absl::StrCat("comm/", tag, "/latent_payload_over_formula/", rows),
-               payload[0] / (2.0 * static_cast<double>(rows * kLatent) * element * (settings.ranks - 1)), "ratio");
   }
 }
 
@@ -223,12 +269,8 @@ Served Serve(const Settings& settings, int tensor, int data, const StepBounds& b
   const auto start = WallClock::now();
   OrDie(served.ranks->Load(settings.model, served.config, load));
   OrDie(SelfCheck(*served.ranks));
-  const DType act = served.ranks->ops().activation_dtype();
-  CacheGeometry geometry;
-  geometry.pages = served.pages = pages;
-  geometry.page_size = kPageSize;
-  geometry.page_dtype = geometry.conv_dtype = act;
-  geometry.slots = slots;
+  served.pages = pages;
+  const CacheGeometry geometry = MakeGeometry(served.ranks->ops(), pages, slots);
   OrDie(served.ranks->MakeExecutors(bounds, geometry, {.decode_sizes = std::move(decode_sizes)}));
   if (settings.cuda) OrDie(served.ranks->WarmUp().status());
   OrDie(served.ranks->ForEach([&](int local) -> absl::Status {
@@ -237,44 +279,8 @@ Served Serve(const Settings& settings, int tensor, int data, const StepBounds& b
     for (int32_t slot = 0; slot < slots; ++slot) cache.ZeroSlot(StateSlot{slot});
     return absl::OkStatus();
   }));
-  std::printf("%dx%d: loaded and warm in %.1f s\n", tensor, data,
-              std::chrono::duration<double>(WallClock::now() - start).count());
+  std::printf("%dx%d: loaded and warm in %.1f s\n", tensor, data, SecondsSince(start));
   return served;
-}
-
-// Each group computes `tokens` tokens of each of its sequences behind `context` earlier ones.
-StepPlan MakePlan(const std::vector<int32_t>& sequences_of_group, int32_t tokens, int32_t context, int32_t pool_pages,
-                  bool from_last) {
-  StepPlan step;
-  for (const int32_t sequences : sequences_of_group) {
-    RankPlan& plan = step.ranks.emplace_back();
-    if (sequences == 0) continue;
-    const int32_t pages = (context + tokens + kPageSize - 1) / kPageSize;
-    plan.page_table_stride = pages;
-    for (int32_t s = 0; s < sequences; ++s) {
-      plan.token_begin.push_back(s * tokens);
-      plan.context.push_back(context);
-      plan.state_slot.push_back(s);
-      for (int32_t p = 0; p < pages; ++p) plan.page_table.push_back((s * pages + p) % pool_pages);
-      for (int32_t t = 0; t < tokens; ++t) {
-        plan.tokens.push_back(from_last ? TokenOfRow(s) : 100 + (s * 31 + (context + t) * 7) % 3000);
-        plan.sequence_of_token.push_back(s);
-        plan.position.push_back(context + t);
-      }
-      plan.logits_row.push_back((s + 1) * tokens - 1);
-      plan.sample_rows.push_back({.temperature = 1, .uniform = 0.37f});
-    }
-    plan.token_begin.push_back(sequences * tokens);
-  }
-  return step;
-}
-
-void CheckResult(const StepResult& result) {
-  for (const RankResult& rank : result.ranks) {
-    for (SampleStatus status : rank.status) {
-      if (status != SampleStatus::kOk) throw std::runtime_error("a step gave non-finite logits");
-    }
-  }
 }
 
 double TimeSteps(StepRunner& runner, const std::function<StepPlan(bool)>& plan, bool pipelined, int most) {
@@ -293,7 +299,7 @@ double TimeSteps(StepRunner& runner, const std::function<StepPlan(bool)>& plan, 
     }
     if (pipelined) OrDie(runner.Wait(&result));
     CheckResult(result);
-    seconds = std::chrono::duration<double>(WallClock::now() - start).count() / steps;
+    seconds = SecondsSince(start) / steps;
     steps = std::clamp(static_cast<int>(2.0 / seconds), 3, most);
   }
   return seconds;
@@ -417,7 +423,7 @@ void Soak(const Settings& settings, Report& report, const std::string& shape) {
       if (failed > 0 || !loop->Load().healthy) throw std::runtime_error("a request failed");
     }
     loop->Drain(std::chrono::seconds(30));
-    const double seconds = std::chrono::duration<double>(WallClock::now() - start).count();
+    const double seconds = SecondsSince(start);
     const std::string tag = absl::StrCat(shape, "/tp", tensor, "dp", data, "/soak");
     report.Add(tag + "/steps", static_cast<double>(counter.steps), "steps");
     report.Add(tag + "/requests", requests, "requests");
@@ -437,9 +443,10 @@ int Run(int argc, char** argv) {
     const std::string flag = argv[i], value = argv[i + 1];
     if (flag == "--device")
       settings.cuda = value == "cuda";
-    else if (flag == "--ranks")
-      settings.ranks = std::atoi(value.c_str());
-    else if (flag == "--only")
+    else if (flag == "--ranks") {
+      settings.ranks.clear();
+      for (const std::string& word : Words(value)) settings.ranks.push_back(std::atoi(word.c_str()));
+    } else if (flag == "--only")
       settings.only = absl::StrSplit(value, ',');
     else if (flag == "--model")
       settings.model = value;
@@ -470,8 +477,12 @@ int Run(int argc, char** argv) {
   if (!settings.cuda) shape = "cpu/" + shape;
   Report report;
   std::string device = bench::CpuName();
-  if (settings.cuda) device = absl::StrCat(settings.ranks, " x ", MakeCudaOps({})->device_name());
-  if (settings.only.count("comm") > 0) BenchComm(settings, report);
+  if (settings.cuda)
+    device = absl::StrCat(*std::max_element(settings.ranks.begin(), settings.ranks.end()), " x ",
+                          MakeCudaOps({})->device_name());
+  if (settings.only.count("comm") > 0) {
+    for (const int ranks : settings.ranks) BenchComm(settings, ranks, report);
+  }
   if (settings.only.count("model") > 0) BenchModel(settings, report, shape);
   if (settings.only.count("soak") > 0) Soak(settings, report, shape);
   bench::WriteResults(settings.json, report.results, device, argc, argv);

@@ -1,5 +1,6 @@
 #include "engine/memory_plan.h"
 
+#include "engine/executor.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testing/checkpoint_writer.h"
@@ -211,7 +212,8 @@ TEST(MemoryPlanTest, TinyK3OnTheCpu) {
   ExpectSound(plan, request);
   EXPECT_EQ(plan.model_bytes, (*checkpoint)->total_bytes());
   EXPECT_FALSE(plan.workspace_estimated);
-  EXPECT_EQ(plan.workspace_bytes + plan.bank_bytes, Workspace::Bytes(config, plan.bounds, *ops));
+  EXPECT_EQ(plan.workspace_bytes + plan.bank_bytes,
+            Workspace::Bytes(config, plan.bounds, *ops) + Executor::StagingBytes(plan.bounds, 64, {}));
   EXPECT_LE(plan.page_pool_bytes() + plan.state_pool_bytes(), 4 * kGiB);
   EXPECT_GE(plan.state_slots, 64);
 

@@ -11,10 +11,12 @@
 #include "kernels/comm/local_communicator.h"
 #include "kernels/core/error.h"
 #include "kernels/core/tree_sum.h"
+#include "tests/parallel/rows_exchange.h"
 
 namespace k3 {
 namespace {
 
+using testing::CheckAllToAllRows;
 using ::testing::HasSubstr;
 using Ranks = std::vector<std::unique_ptr<Communicator>>;
 
@@ -99,6 +101,16 @@ TEST_P(LocalCommunicatorTest, AllGatherAllToAllAndBroadcast) {
   });
 }
 
+TEST_P(LocalCommunicatorTest, AllToAllRowsBringsTheRowsThatAreThereAndTouchesNoOthers) {
+  const int n = size();
+  OnEach(ranks, [&](Communicator& comm) { CheckAllToAllRows(comm); });
+  OnEach(ranks, [&](Communicator& comm) {
+    const std::vector<int32_t> sent(static_cast<size_t>(n), 3);
+    std::vector<char> in(static_cast<size_t>(n) * 2), out(in.size());
+    EXPECT_THROW(comm.AllToAllRows(in.data(), out.data(), 2, 1, sent.data(), nullptr, nullptr), DeviceError);
+  });
+}
+
 TEST_P(LocalCommunicatorTest, SplitsByColorInTheOrderOfKeys) {
   OnEach(ranks, [&](Communicator& comm) {
     const auto half = comm.Split(comm.rank() % 2, -comm.rank());
@@ -115,8 +127,24 @@ TEST_P(LocalCommunicatorTest, CountsWhatIsSent) {
   OnEach(ranks, [&](Communicator& comm) {
     std::vector<char> out(static_cast<size_t>(size()) * 10);
     comm.AllGather(out.data() + comm.rank() * 10, out.data(), 10, nullptr);
-    EXPECT_EQ(comm.counters().bytes, static_cast<uint64_t>(size() - 1) * 10);
-    EXPECT_EQ(comm.counters().calls, 1u);
+    const CommCounters& gathers = comm.counters(Collective::kAllGather);
+    EXPECT_EQ(gathers.bytes, static_cast<uint64_t>(size() - 1) * 10);
+    EXPECT_EQ(gathers.calls, 1u);
+    EXPECT_GT(gathers.nanoseconds, 0u);
+    // Rows by rank: rank r sends r + p of them to rank p, and tells everybody how many.
+    constexpr size_t kRowBytes = 12;
+    const int64_t rows = 2 * size();
+    std::vector<char> in(static_cast<size_t>(size() * rows) * kRowBytes), got(in.size());
+    std::vector<int32_t> sent, received(static_cast<size_t>(size()));
+    uint64_t expected = 4 * static_cast<uint64_t>(size() - 1);
+    for (int p = 0; p < size(); ++p) {
+      sent.push_back(comm.rank() + p);
+      if (p != comm.rank()) expected += static_cast<uint64_t>(sent.back()) * kRowBytes;
+    }
+    comm.AllToAllRows(in.data(), got.data(), rows, kRowBytes, sent.data(), received.data(), nullptr);
+    const CommCounters& rows_sent = comm.counters(Collective::kAllToAll);
+    EXPECT_EQ(rows_sent.bytes, expected);
+    EXPECT_EQ(comm.bytes_sent(), gathers.bytes + expected);
   });
 }
 

@@ -8,6 +8,7 @@
 
 #include "engine/socket_communicator.h"
 #include "engine/step_wire.h"
+#include "tests/parallel/rows_exchange.h"
 
 namespace k3 {
 namespace {
@@ -130,6 +131,8 @@ TEST(SocketCommunicatorTest, GivesTheSumsOfTheLocalOne) {
       EXPECT_EQ(all, (std::vector<float>{0, 1, 2, 3}));
       comm->ReduceScatter(all.data(), out.data(), 1, DType::kF32, nullptr);
       EXPECT_EQ(out[0], 4 * own);
+      testing::CheckAllToAllRows(*comm);
+      EXPECT_GT(comm->counters(Collective::kAllToAll).bytes, 0u);
       const auto pair = comm->Split(rank / 2, -rank);
       EXPECT_EQ(pair->size(), 2);
       EXPECT_EQ(pair->rank(), 1 - rank % 2);

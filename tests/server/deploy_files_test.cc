@@ -31,6 +31,7 @@ std::set<std::string> OfferedSamples() {
   Metrics metrics(Metrics::Options{"v", "c", "m", /*vllm_aliases=*/true});
   metrics.OnExpertLoad("0", 1);
   metrics.OnRoutingOverrides(0);
+  metrics.WatchCollectives([] { return CollectiveTotals(); });
   const auto page = testing::PrometheusText::Parse(metrics.Render());
   EXPECT_TRUE(page.ok()) << page.status();
   std::set<std::string> names;

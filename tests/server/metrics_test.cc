@@ -264,6 +264,36 @@ TEST(MetricsTest, ExpertBalanceAppearsOnceTold) {
   EXPECT_EQ(page.Value("k3serve_routing_override_ratio"), 0.125);
 }
 
+TEST(MetricsTest, CollectivesByKindAndByStep) {
+  Metrics metrics(Named());
+  metrics.OnStep({.seconds = 0.01, .tokens = 3, .groups = 1, .most_tokens = 3});
+  EXPECT_EQ(Page(metrics).families().count("k3serve_collective_bytes_total"), 0u);  // one rank has none
+  CollectiveTotals totals;
+  totals.ranks = 4;
+  const auto kind = [&](Collective which) -> CollectiveTotals::Kind& {
+    return totals.kinds[static_cast<size_t>(which)];
+  };
+  kind(Collective::kAllGather) = {10, 1000, 2.0};  // the self-check's: in the totals, in no step
+  metrics.WatchCollectives([&] { return totals; });
+  kind(Collective::kAllGather) = {12, 1500, 2.25};
+  kind(Collective::kAllReduce) = {3, 300, 0.75};
+  metrics.OnStep({.seconds = 0.5, .tokens = 8, .groups = 2, .most_tokens = 6});
+  metrics.OnStep({.seconds = 0.5, .tokens = 8, .groups = 2, .most_tokens = 4});  // whose time nobody measured
+  const PrometheusText page = Page(metrics);
+  EXPECT_EQ(page.Value("k3serve_collectives_total", {{"kind", "all_gather"}}), 12);
+  EXPECT_EQ(page.Value("k3serve_collective_bytes_total", {{"kind", "all_gather"}}), 1500);
+  EXPECT_EQ(page.Value("k3serve_collective_seconds_total", {{"kind", "all_gather"}}), 2.25);
+  EXPECT_EQ(page.Value("k3serve_collective_bytes_total", {{"kind", "all_reduce"}}), 300);
+  EXPECT_EQ(page.Value("k3serve_collective_bytes_total", {{"kind", "all_to_all"}}), 0);
+  EXPECT_EQ(page.Value("k3serve_step_collective_seconds_count"), 1);
+  EXPECT_EQ(page.Value("k3serve_step_collective_seconds_sum"), 0.25);  // a second over four ranks
+  EXPECT_EQ(page.Value("k3serve_step_group_tokens_max_over_mean_count"), 2);
+  EXPECT_EQ(page.Value("k3serve_step_group_tokens_max_over_mean_sum"), 1.5 + 1.0);
+  // The ranks go; the counters stay as they are.
+  metrics.WatchCollectives({});
+  EXPECT_EQ(Page(metrics).Value("k3serve_collectives_total", {{"kind", "all_gather"}}), 12);
+}
+
 TEST(MetricsTest, CountsFromManyThreadsWhileScraped) {
   Metrics metrics(Named(true));
   EngineLoad load;

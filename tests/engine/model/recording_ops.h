@@ -152,6 +152,8 @@ class RecordingOps : public Ops {
   void GatherRows(const GatherRowsParams&, Stream) override { Unused(); }
   void CopyMatrix(const CopyMatrixParams&, Stream) override { Unused(); }
   void TreeSum(const TreeSumParams&, Stream) override { Unused(); }
+  void PackSlots(const PackSlotsParams&, Stream) override { Unused(); }
+  void SumSlots(const SumSlotsParams&, Stream) override { Unused(); }
   void RmsNorm(const RmsNormParams&, Stream) override { Unused(); }
   void AddRmsNorm(const AddRmsNormParams&, Stream) override { Unused(); }
   void AttnResMix(const AttnResMixParams&, Stream) override { Unused(); }

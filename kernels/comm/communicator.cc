@@ -1,4 +1,7 @@
 #include "kernels/comm/communicator.h"
+
+#include <string>
+
 #include "kernels/core/error.h"
 
 namespace k3 {
@@ -11,10 +14,19 @@ void RequireInPlace(const void* in, const void* out, const char* what) {
 
 }  // namespace
 
+uint64_t Communicator::bytes_sent() const {
+  uint64_t bytes = 0;
+  for (const CommCounters& counters : counters_) bytes += counters.bytes;
+  return bytes;
+}
+
 void NullCommunicator::AllGather(const void* in, void* out, size_t, void*) { RequireInPlace(in, out, "AllGather"); }
 void NullCommunicator::ReduceScatter(const void* in, void* out, int64_t, DType, void*) {
   RequireInPlace(in, out, "ReduceScatter");
 }
 void NullCommunicator::AllToAll(const void* in, void* out, size_t, void*) { RequireInPlace(in, out, "AllToAll"); }
+void NullCommunicator::AllToAllRows(const void* in, void* out, int64_t, size_t, const int32_t*, int32_t*, void*) {
+  RequireInPlace(in, out, "AllToAllRows");
+}
 
 }  // namespace k3
