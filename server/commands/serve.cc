@@ -98,7 +98,7 @@ class Server {
     if (follows) return Follow(signals);
     Engine& engine = host_->engine();
     generation_.Install(host_->served_model());
-    metrics_.WatchEngine([&engine] { return engine.Load(); }, engine.Limits());
+    metrics_.WatchEngine([this] { return Load(); }, engine.Limits());
     if (host_->ranks().layout().ranks() > 1) {
       metrics_.WatchCollectives([this] { return host_->ranks().collectives(); });
     }
@@ -252,16 +252,23 @@ class Server {
     return code;
   }
 
+  // A lost process is a fault before any step has met it.
+  EngineLoad Load() const {
+    EngineLoad load = host_->engine().Load();
+    load.healthy = load.healthy && host_->lost().empty();
+    return load;
+  }
+
   // Until a signal or a device fault; returns the exit code.
   int Serve(const Signals& signals) {
-    Engine& engine = host_->engine();
     while (true) {
       const int signal = signals.Wait(kTick);
-      const EngineLoad load = engine.Load();
+      const EngineLoad load = Load();
       health_.Observe(load);
       generation_.EndOverdue();
       if (spans_ != nullptr) metrics_.SetSpans(spans_->exported(), spans_->dropped());
       if (const std::string lost = host_->lost(); !load.healthy || !lost.empty()) {
+        health_.Observe(Load());
         spdlog::critical("{}: ending", lost.empty() ? "the device has failed" : lost);
         std::this_thread::sleep_for(kFaultNotice);
         CloseListeners();
