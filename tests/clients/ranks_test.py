@@ -80,6 +80,7 @@ class RanksTest(unittest.TestCase):
                                     env={**os.environ, **clean, **launcher(1, 2, port)})
         self.addCleanup(lambda: follower.poll() is None and follower.kill())
         follower.log = log
+        self.addCleanup(log.close)
         leader = RunningServer(BINARY, MODEL, "--threads", "1", *flags, env={**clean, **launcher(0, 2, port)})
         self.addCleanup(lambda: leader.process.poll() is None and leader.process.kill())
         return leader, follower
@@ -113,7 +114,7 @@ class RanksTest(unittest.TestCase):
                     self.assertIsNotNone(value, metric)
                     self.assertGreater(float(value.group(1)), 0, metric)
                 steps = re.search(r"k3serve_step_collective_seconds_count (\d+)", page)
-                self.assertGreaterEqual(int(steps.group(1)), 12)
+                self.assertGreaterEqual(int(steps.group(1)), 11)  # the last of twelve is counted after its answer
                 self.assertEqual(leader.stop(), 0)
                 self.assertEqual(follower.wait(timeout=LIMIT), 0)
                 self.assertIn("the first process has ended the server", self.text(follower.log))
