@@ -97,6 +97,8 @@ class Builder:
                            stdout=subprocess.DEVNULL)
             subprocess.run(["umount", "-q", partial / "proc"], check=False)  # debootstrap may leave it mounted
             self.empty_apt_cache(partial)
+            # So do the published images: an interrupted build begins anew anyway.
+            (partial / "etc/dpkg/dpkg.cfg.d/docker-apt-speedup").write_text("force-unsafe-io\n")
             partial.rename(pristine)
         return pristine
 
@@ -207,7 +209,7 @@ class Builder:
         if self.ccache:
             environment |= {"CCACHE_DIR": "/mnt", "CCACHE_BASEDIR": image["workdir"], "CCACHE_NOHASHDIR": "1"}
             bind = f"mount --bind {self.ccache} {root}/mnt && "
-        script = (f"{bind}mount -t proc proc {root}/proc && mount --bind /dev {root}/dev && "
+        script = (f"{bind}mount -t proc proc {root}/proc && mount --rbind /dev {root}/dev && "
                   f"exec chroot {root} /usr/bin/env -i {' '.join(shlex.quote(f'{k}={v}') for k, v in environment.items())} "
                   f"HOME=/root /bin/sh -c {shlex.quote(inside)}")
         begin = time.monotonic()

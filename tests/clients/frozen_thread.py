@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import subprocess
 import time
 
 _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
@@ -14,6 +15,20 @@ _libc.ptrace.restype = ctypes.c_long
 def _ptrace(what, tid):
     if _libc.ptrace(what, tid, None, None) != 0:
         raise OSError(ctypes.get_errno(), "ptrace")
+
+
+def can_trace():
+    """Whether this machine lets a process trace its children; some containers do not."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            thread = FrozenThread(child.pid)
+            thread.freeze()
+            thread.thaw()
+            return True
+        except OSError:
+            return False
+        finally:
+            child.kill()
 
 
 def threads(pid):
