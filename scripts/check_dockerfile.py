@@ -208,6 +208,8 @@ class Builder:
         environment |= {name: os.environ[name] for name in ("PIP_DEFAULT_TIMEOUT", "PIP_INDEX_URL") if name in os.environ}
         if self.ccache:
             environment |= {"CCACHE_DIR": "/mnt", "CCACHE_BASEDIR": image["workdir"], "CCACHE_NOHASHDIR": "1"}
+            # The language is part of what the cache compares.
+            environment |= {name: value for name, value in os.environ.items() if name == "LANG" or name.startswith("LC_")}
             bind = f"mount --bind {self.ccache} {root}/mnt && "
         script = (f"{bind}mount -t proc proc {root}/proc && mount --rbind /dev {root}/dev && "
                   f"exec chroot {root} /usr/bin/env -i {' '.join(shlex.quote(f'{k}={v}') for k, v in environment.items())} "
