@@ -194,7 +194,7 @@ void BenchComm(const Settings& settings, int ranks_count, Report& report) {
     ops.Free(to);
     return absl::OkStatus();
   }));
-  report.Add(absl::StrCat(tag, "/bandwidth_out"), pair_bandwidth * 1e-9, "GB/s");
+  if (settings.cuda) report.Add(absl::StrCat(tag, "/bandwidth_out"), pair_bandwidth * 1e-9, "GB/s");
   const double distinct = DistinctRanks(ranks_count);
   report.Add(absl::StrCat(tag, "/distinct_ranks_of_a_token"), distinct, "ranks");
   const std::vector<int64_t> batches = settings.cuda      ? std::vector<int64_t>{64, 8192}
@@ -226,7 +226,7 @@ void BenchComm(const Settings& settings, int ranks_count, Report& report) {
             absl::StrCat(tag, gather ? "/dispatch_combine/" : "/dispatch_combine_all_to_all/", width, "/", rows);
         report.Add(name, seconds * 1e6, "us");
         report.Add(name + "/bytes_out", bytes * 1e-6, "MB");
-        report.Add(name + "/bandwidth_share", bytes / seconds / pair_bandwidth, "of pair");
+        if (settings.cuda) report.Add(name + "/bandwidth_share", bytes / seconds / pair_bandwidth, "of pair");
         // Ids and weights go with a row, and counts with the rows of a rank.
         const bool padded = gather || settings.cuda;
         const double copies = static_cast<double>(rows) * (padded ? others : distinct * others / ranks_count);
