@@ -30,6 +30,7 @@ struct SequenceBatch {
   int64_t page_table_stride = 0;
   const int32_t* sequence_of_token = nullptr;  // [T]
   const int32_t* position = nullptr;           // [T]
+  const int32_t* epoch_slot = nullptr;         // [S] slot of RouterBalance's bias, or null: slot 0 for all
   // States to store in passing: after packed row snapshot_row[i] of its sequence has been applied, the state is copied
   // to slot snapshot_slot[i]. Rows ascend. A snapshot slot is never any sequence's state_slot. Entries whose row is
   // kNoRow come last and ask for nothing.
@@ -259,6 +260,40 @@ struct GatedActivationParams {
 
 enum class RouterScore : uint8_t { kSigmoid, kSoftmax };
 
+// Balance of a layer's experts over destination ranks ("groups"): a bias of each group on top of the experts' own, and
+// counts of what the router chose and of how near it came to choosing otherwise. All counts are integers that are added
+// to, so they do not depend on the order in which tokens are routed.
+//
+// Margin of candidate j of a token: x = a - s_j - b_j, a the (top_k + 1)-th best of s + b + delta, which j must beat.
+// It is chosen while x < delta of its group. Counted for the token's candidates, its 2 * top_k best.
+struct RouterBalance {
+  int32_t groups = 0;            // expert e belongs to GroupOfExpert(e)
+  const float* delta = nullptr;  // slot s and group g: delta[s * slot_stride + g], at most 0
+  int64_t slot_stride = 0;
+  const int32_t* slot_of_sequence = nullptr;   // [S]
+  const int32_t* sequence_of_token = nullptr;  // [T]
+  // Rows whose margins, gap and overrides are counted: every so many, from the first.
+  int64_t observe_every = 1;
+  uint32_t* margins = nullptr;  // [groups, kMarginBins]
+  uint32_t* load = nullptr;     // [groups] choices of all rows
+  uint64_t* sums = nullptr;     // [kBalanceSums]: rows counted; gaps between top_k-th and last candidate in units of
+                                // 2^-kGapBits; choices that s + b alone would not have made; choices swapped by the cap
+  // For RouterSoftCap: the candidates of every row, best first, -1 where there are no more. Null: not wanted.
+  int32_t* candidates = nullptr;      // [T, 2 * top_k]
+  float* candidate_values = nullptr;  // [T, 2 * top_k] biased
+  float* candidate_scores = nullptr;  // [T, 2 * top_k] what weights are made of
+};
+constexpr int32_t kMarginBins = 128;
+constexpr float kMarginLow = -0.25f, kMarginHigh = 0.25f;
+constexpr int32_t kGapBits = 20;
+constexpr int32_t kBalanceSums = 4;
+
+// Experts are spread over ranks as contiguous shares [floor(experts * r / ranks), floor(experts * (r + 1) / ranks)).
+constexpr int32_t GroupOfExpert(int32_t expert, int32_t experts, int32_t groups) {
+  return static_cast<int32_t>(((static_cast<uint32_t>(expert) + 1) * static_cast<uint32_t>(groups) - 1) /
+                              static_cast<uint32_t>(experts));
+}
+
 // Selects experts (spec 3.6). Scores, bias and comparison in fp32; ties go to the lower id. Ids come out ascending.
 struct RouterTopKParams {
   const float* logits = nullptr;  // [T, E]
@@ -272,10 +307,29 @@ struct RouterTopKParams {
   bool renormalize = true;
   bool biased_weights = false;  // --kl-router-weights biased
   float scale = 1;
-  const int32_t* forced_ids = nullptr;   // [T, top_k] or null: take these, weights still from the own scores (verify)
-  const int32_t* live_tokens = nullptr;  // [1] or null: tokens from this one on are padding, get ids -1 and weights 0
-  int32_t* ids = nullptr;                // [T, top_k] out, ascending per token
-  float* weights = nullptr;              // [T, top_k] out
+  const int32_t* forced_ids = nullptr;     // [T, top_k] or null: take these, weights still from the own scores (verify)
+  const int32_t* live_tokens = nullptr;    // [1] or null: tokens from this one on are padding, get ids -1 and weights 0
+  int32_t* ids = nullptr;                  // [T, top_k] out, ascending per token
+  float* weights = nullptr;                // [T, top_k] out
+  const RouterBalance* balance = nullptr;  // host; null: exact, and nothing is counted
+};
+
+// Behind RouterTopK: no group gets more than ceil(factor * tokens * top_k / groups) of this step's choices where that
+// can be had cheaply. Tokens in order of their rows, choices best first: one beyond its group's capacity is replaced by
+// the token's best candidate of a group with room whose biased value is at most `tau` below the cutoff; else it stands.
+// Capacity is filled by the router's own choices first. Never drops one.
+struct RouterSoftCapParams {
+  const RouterBalance* balance = nullptr;  // host; with candidates
+  int64_t tokens = 0;
+  int32_t experts = 0;
+  int32_t top_k = 0;
+  float factor = 1.10f;
+  float tau = 0.03f;
+  bool renormalize = true;
+  float scale = 1;
+  const int32_t* live_tokens = nullptr;  // as RouterTopKParams
+  int32_t* ids = nullptr;                // [T, top_k] in and out, ascending
+  float* weights = nullptr;              // [T, top_k] in and out
 };
 
 // y[t] = sum over j with ids[t, j] in this rank's experts of weights[t, j] * W2 f(W1 x[t], W3 x[t]).

@@ -160,6 +160,7 @@ class Ops {
   virtual void MlaAttention(const MlaAttentionParams& params, Stream stream) = 0;
   virtual void GatedActivation(const GatedActivationParams& params, Stream stream) = 0;
   virtual void RouterTopK(const RouterTopKParams& params, Stream stream) = 0;
+  virtual void RouterSoftCap(const RouterSoftCapParams& params, Stream stream) = 0;
   virtual void MoeExperts(const MoeExpertsParams& params, Stream stream) = 0;
   virtual void Sample(const SampleParams& params, Stream stream) = 0;
 };

@@ -163,6 +163,9 @@ void ProfiledOps::GatedActivation(const GatedActivationParams& params, Stream st
 void ProfiledOps::RouterTopK(const RouterTopKParams& params, Stream stream) {
   Time("RouterTopK", stream, [&] { inner_->RouterTopK(params, stream); });
 }
+void ProfiledOps::RouterSoftCap(const RouterSoftCapParams& params, Stream stream) {
+  Measure("RouterSoftCap", stream, [&] { inner_->RouterSoftCap(params, stream); });
+}
 void ProfiledOps::Sample(const SampleParams& params, Stream stream) {
   Time("Sample", stream, [&] { inner_->Sample(params, stream); });
 }

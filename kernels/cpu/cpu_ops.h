@@ -88,6 +88,7 @@ class CpuOps final : public Ops {
   void MlaAttention(const MlaAttentionParams& params, Stream stream) override;
   void GatedActivation(const GatedActivationParams& params, Stream stream) override;
   void RouterTopK(const RouterTopKParams& params, Stream stream) override;
+  void RouterSoftCap(const RouterSoftCapParams& params, Stream stream) override;
   void MoeExperts(const MoeExpertsParams& params, Stream stream) override;
   void Sample(const SampleParams& params, Stream stream) override;
 

@@ -284,6 +284,9 @@ void CudaOps::GatedActivation(const GatedActivationParams& params, Stream stream
 void CudaOps::RouterTopK(const RouterTopKParams& params, Stream stream) {
   cuda::RouterTopK(device_, params, Queue(stream));
 }
+void CudaOps::RouterSoftCap(const RouterSoftCapParams& params, Stream stream) {
+  cuda::RouterSoftCap(device_, params, Queue(stream));
+}
 void CudaOps::RmsNorm(const RmsNormParams& params, Stream stream) { cuda::RmsNorm(device_, params, Queue(stream)); }
 void CudaOps::AddRmsNorm(const AddRmsNormParams& params, Stream stream) {
   cuda::AddRmsNorm(device_, params, Queue(stream));

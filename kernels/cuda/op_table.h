@@ -23,6 +23,7 @@ void SumSlots(const Device& device, const SumSlotsParams& params, cudaStream_t q
 void GatedActivation(const Device& device, const GatedActivationParams& params, cudaStream_t queue);
 void CheckActivation(const ActivationSpec& spec);
 void RouterTopK(const Device& device, const RouterTopKParams& params, cudaStream_t queue);
+void RouterSoftCap(const Device& device, const RouterSoftCapParams& params, cudaStream_t queue);
 size_t KdaScratchBytes(const Device& device, int64_t tokens, int64_t sequences, int32_t heads, int32_t head_dim,
                        int32_t conv_width);
 void Kda(const Device& device, const KdaParams& params, cudaStream_t queue);

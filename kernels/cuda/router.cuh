@@ -22,8 +22,130 @@ __device__ __forceinline__ int WarpBest(uint32_t key, int id) {
   return static_cast<int>(__reduce_min_sync(kAllLanes, key == best ? static_cast<uint32_t>(id) : 0xffffffffu));
 }
 
+// The `count` best of a token's experts under value(e), best first: lane j gets the j-th, 0x7fffffff where there are no
+// more. key [experts] is the warp's.
+template <typename Value>
+__device__ __forceinline__ int SelectExperts(const RouterTopKParams& p, uint32_t* key, int lane, int count,
+                                             const Value& value) {
+  int picked = 0x7fffffff;
+  for (int e = lane; e < p.experts; e += 32) key[e] = OrderedKey(value(e));
+  __syncwarp();
+  if (p.topk_group < p.groups) {
+    // A group's score is the sum of its two best biased scores; experts of the other groups are out.
+    const int size = p.experts / p.groups;
+    uint32_t group_key = 0;
+    if (lane < p.groups) {
+      float first = -INFINITY, second = -INFINITY;
+      for (int i = 0; i < size; ++i) {
+        const float candidate = value(lane * size + i);
+        second = fmaxf(second, fminf(first, candidate));
+        first = fmaxf(first, candidate);
+      }
+      group_key = OrderedKey(size > 1 ? first + second : first);
+    }
+    uint32_t kept = 0;
+    for (int round = 0; round < p.topk_group; ++round) {
+      const int group = WarpBest(group_key, lane);
+      kept |= 1u << group;
+      if (lane == group) group_key = 0;
+    }
+    for (int e = lane; e < p.experts; e += 32) {
+      if ((kept >> (e / size) & 1) == 0) key[e] = 0;
+    }
+    __syncwarp();
+  }
+  // Each lane offers the best of its experts and looks again only when that one was taken.
+  uint32_t best = 0;
+  int best_id = 0x7fffffff;
+  const auto rescan = [&] {
+    best = 0;
+    best_id = 0x7fffffff;
+    for (int e = lane; e < p.experts; e += 32) {
+      if (key[e] > best) {
+        best = key[e];
+        best_id = e;
+      }
+    }
+  };
+  rescan();
+  for (int j = 0; j < count; ++j) {
+    const int id = WarpBest(best, best_id);
+    if (lane == j) picked = id;
+    if (id == best_id && best != 0) {
+      key[id] = 0;
+      rescan();
+    }
+  }
+  return picked;
+}
+
+__device__ __forceinline__ int MarginBin(float margin) {
+  const float place = (margin - kMarginLow) * (kMarginBins / (kMarginHigh - kMarginLow));
+  // NaN goes to the last bin, with what is far from being chosen.
+  return place < kMarginBins - 1 ? static_cast<int>(fmaxf(place, 0.0f)) : kMarginBins - 1;
+}
+
+__device__ __forceinline__ void CountSum(uint64_t* sums, int which, uint64_t amount) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(sums + which), static_cast<unsigned long long>(amount));
+}
+
+// A token's choice under the bias of its groups, counted. Lane j < top_k gets the j-th pick.
+__device__ __forceinline__ int SelectBalanced(const RouterTopKParams& p, const RouterBalance& balance, int64_t token,
+                                              const float* score, uint32_t* key, int lane) {
+  const auto own = [&](int e) { return p.bias != nullptr ? score[e] + p.bias[e] : score[e]; };
+  const auto group_of = [&](int e) { return GroupOfExpert(e, p.experts, balance.groups); };
+  const int64_t slot = balance.slot_of_sequence[balance.sequence_of_token[token]];
+  const float* delta = balance.delta + slot * balance.slot_stride;
+  const auto biased = [&](int e) { return own(e) + delta[group_of(e)]; };
+  bool here = false;
+  for (int g = lane; g < balance.groups; g += 32) here |= delta[g] != 0.0f;
+  const bool shifted = __any_sync(kAllLanes, here);
+  const bool observed = token % balance.observe_every == 0;
+
+  int exact = -1;
+  if (observed && shifted) {
+    exact = SelectExperts(p, key, lane, p.top_k, own);
+    __syncwarp();
+  }
+  const int most = min(2 * p.top_k, p.experts);
+  const bool wants_candidates = observed || balance.candidates != nullptr;
+  const int picked = SelectExperts(p, key, lane, wants_candidates ? most : p.top_k, biased);
+  __syncwarp();
+  const bool chosen = lane < p.top_k;
+  if (chosen) atomicAdd(balance.load + group_of(picked), 1u);
+  const bool candidate = lane < most && picked < p.experts;
+  if (balance.candidates != nullptr && lane < 2 * p.top_k) {
+    const int64_t at = token * 2 * p.top_k + lane;
+    balance.candidates[at] = candidate ? picked : -1;
+    balance.candidate_values[at] = candidate ? biased(picked) : 0.0f;
+    balance.candidate_scores[at] = !candidate ? 0.0f : p.biased_weights ? own(picked) : score[picked];
+  }
+  if (!observed) return picked;
+  const int found = __popc(__ballot_sync(kAllLanes, candidate));
+  if (lane == 0) CountSum(balance.sums, 0, 1);
+  if (found <= p.top_k) return picked;
+  const float value = candidate ? biased(picked) : 0.0f;
+  const float cutoff = __shfl_sync(kAllLanes, value, p.top_k);
+  const float worst = __shfl_sync(kAllLanes, value, p.top_k - 1);
+  const float last = __shfl_sync(kAllLanes, value, found - 1);
+  if (candidate) {
+    atomicAdd(balance.margins + group_of(picked) * kMarginBins + MarginBin(cutoff - own(picked)), 1u);
+  }
+  if (lane == 0) {
+    const float units = (worst - last) * static_cast<float>(1 << kGapBits);
+    CountSum(balance.sums, 1, units > 0 && units < 0x1p31f ? static_cast<uint64_t>(units) : 0);
+  }
+  if (!shifted) return picked;
+  bool kept = false;
+  for (int j = 0; j < p.top_k; ++j) kept |= __shfl_sync(kAllLanes, exact, j) == picked;
+  const int overrides = __popc(__ballot_sync(kAllLanes, chosen && !kept));
+  if (lane == 0) CountSum(balance.sums, 2, static_cast<uint64_t>(overrides));
+  return picked;
+}
+
 // One warp a token (spec 3.6).
-__global__ void RouterTopKKernel(RouterTopKParams p) {
+template <bool kBalanced>
+__global__ void RouterTopKKernel(RouterTopKParams p, RouterBalance balance) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kRouterWarps + warp;
@@ -54,56 +176,11 @@ __global__ void RouterTopKKernel(RouterTopKParams p) {
   int picked = 0x7fffffff;  // lane j < top_k: the j-th pick
   if (p.forced_ids != nullptr) {
     if (lane < p.top_k) picked = p.forced_ids[token * p.top_k + lane];
+  } else if constexpr (kBalanced) {
+    picked = SelectBalanced(p, balance, token, score, key, lane);
   } else {
-    for (int e = lane; e < p.experts; e += 32) key[e] = OrderedKey(score[e] + (p.bias != nullptr ? p.bias[e] : 0.0f));
-    __syncwarp();
-    if (p.topk_group < p.groups) {
-      // A group's score is the sum of its two best biased scores; experts of the other groups are out.
-      const int size = p.experts / p.groups;
-      uint32_t group_key = 0;
-      if (lane < p.groups) {
-        float first = -INFINITY, second = -INFINITY;
-        for (int i = 0; i < size; ++i) {
-          const int e = lane * size + i;
-          const float value = score[e] + (p.bias != nullptr ? p.bias[e] : 0.0f);
-          second = fmaxf(second, fminf(first, value));
-          first = fmaxf(first, value);
-        }
-        group_key = OrderedKey(size > 1 ? first + second : first);
-      }
-      uint32_t kept = 0;
-      for (int round = 0; round < p.topk_group; ++round) {
-        const int group = WarpBest(group_key, lane);
-        kept |= 1u << group;
-        if (lane == group) group_key = 0;
-      }
-      for (int e = lane; e < p.experts; e += 32) {
-        if ((kept >> (e / size) & 1) == 0) key[e] = 0;
-      }
-      __syncwarp();
-    }
-    // Each lane offers the best of its experts and looks again only when that one was taken.
-    uint32_t best = 0;
-    int best_id = 0x7fffffff;
-    const auto rescan = [&] {
-      best = 0;
-      best_id = 0x7fffffff;
-      for (int e = lane; e < p.experts; e += 32) {
-        if (key[e] > best) {
-          best = key[e];
-          best_id = e;
-        }
-      }
-    };
-    rescan();
-    for (int j = 0; j < p.top_k; ++j) {
-      const int id = WarpBest(best, best_id);
-      if (lane == j) picked = id;
-      if (id == best_id) {
-        key[id] = 0;
-        rescan();
-      }
-    }
+    picked =
+        SelectExperts(p, key, lane, p.top_k, [&](int e) { return score[e] + (p.bias != nullptr ? p.bias[e] : 0.0f); });
   }
 
   // Ascending ids: each pick's place is the number of smaller ones.
@@ -123,6 +200,67 @@ __global__ void RouterTopKKernel(RouterTopKParams p) {
   if (mine) {
     p.ids[token * p.top_k + place] = picked;
     p.weights[token * p.top_k + place] = weight * p.scale;
+  }
+}
+
+// The cap goes through the tokens one after the other: one warp, a lane a choice where choices do not depend on each
+// other. taken and seen [groups] are in shared memory.
+__global__ void RouterSoftCapKernel(RouterSoftCapParams p, RouterBalance balance) {
+  const int lane = threadIdx.x;
+  uint32_t* taken = DynamicShared<uint32_t>();
+  uint32_t* seen = taken + balance.groups;
+  const int64_t live = p.live_tokens != nullptr ? min(static_cast<int64_t>(*p.live_tokens), p.tokens) : p.tokens;
+  const auto group_of = [&](int e) { return GroupOfExpert(e, p.experts, balance.groups); };
+  for (int g = lane; g < balance.groups; g += 32) taken[g] = seen[g] = 0;
+  __syncwarp();
+  for (int64_t i = lane; i < live * p.top_k; i += 32) atomicAdd(taken + group_of(p.ids[i]), 1u);
+  __syncwarp();
+  const auto capacity =
+      static_cast<uint32_t>(ceilf(p.factor * static_cast<float>(live * p.top_k) / static_cast<float>(balance.groups)));
+  const int width = 2 * p.top_k;
+  for (int64_t t = 0; t < live; ++t) {
+    const int own = lane < width ? balance.candidates[t * width + lane] : -1;
+    const int own_group = own >= 0 ? group_of(own) : 0;
+    const float value = own >= 0 ? balance.candidate_values[t * width + lane] : -INFINITY;
+    const float least = __shfl_sync(kAllLanes, value, p.top_k) - p.tau;
+    // Lane c >= top_k may step in while its group has room; lane j < top_k keeps its choice or names who steps in.
+    bool free = lane >= p.top_k && own >= 0 && value >= least;
+    int mine = lane;
+    int swaps = 0;
+    for (int j = 0; j < p.top_k; ++j) {
+      const int group = __shfl_sync(kAllLanes, own_group, j);
+      const uint32_t order = seen[group] + 1;
+      __syncwarp();
+      if (lane == 0) seen[group] = order;
+      __syncwarp();
+      if (order <= capacity) continue;
+      const uint32_t willing = __ballot_sync(kAllLanes, free && taken[own_group] < capacity);
+      __syncwarp();
+      if (willing == 0) continue;
+      const int best = __ffs(willing) - 1;
+      if (lane == j) mine = best;
+      if (lane == best) {
+        free = false;
+        ++taken[own_group];
+        atomicAdd(balance.load + own_group, 1u);
+        atomicAdd(balance.load + group, ~0u);  // one less
+      }
+      ++swaps;
+      __syncwarp();
+    }
+    if (swaps == 0) continue;
+    if (lane == 0) CountSum(balance.sums, 3, static_cast<uint64_t>(swaps));
+    int picked = __shfl_sync(kAllLanes, own, mine);
+    const float score = lane < width ? balance.candidate_scores[t * width + lane] : 0.0f;
+    float weight = __shfl_sync(kAllLanes, score, mine);
+    const bool chosen = lane < p.top_k;
+    int place = 0;
+    for (int j = 0; j < p.top_k; ++j) place += __shfl_sync(kAllLanes, picked, j) < picked;
+    if (p.renormalize) weight /= WarpSum(chosen ? weight : 0.0f) + 1e-20f;
+    if (chosen) {
+      p.ids[t * p.top_k + place] = picked;
+      p.weights[t * p.top_k + place] = weight * p.scale;
+    }
   }
 }
 

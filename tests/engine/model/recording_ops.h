@@ -162,6 +162,7 @@ class RecordingOps : public Ops {
   void MlaAttention(const MlaAttentionParams&, Stream) override { Unused(); }
   void GatedActivation(const GatedActivationParams&, Stream) override { Unused(); }
   void RouterTopK(const RouterTopKParams&, Stream) override { Unused(); }
+  void RouterSoftCap(const RouterSoftCapParams&, Stream) override { Unused(); }
   void MoeExperts(const MoeExpertsParams&, Stream) override { Unused(); }
   void Sample(const SampleParams&, Stream) override { Unused(); }
 
