@@ -161,6 +161,13 @@ bool Engine::Drain(Clock::duration timeout) {
 void Engine::PublishLoad() {
   EngineLoad load;
   scheduler_.FillLoad(&load);
+  if (load.routing.alarms > routing_alarms_) {
+    spdlog::warn(
+        "balance of experts: more than 5 % of a layer's choices were changed; it is routed exactly for now "
+        "({} times since the start)",
+        load.routing.alarms);
+    routing_alarms_ = load.routing.alarms;
+  }
   const bool lives = scheduler_.HasWork();
   std::lock_guard lock(mutex_);
   load_ = load;

@@ -113,6 +113,7 @@ class Engine final : public EngineInterface {
   StepResult result_;
   std::vector<Command> commands_;
   std::vector<Scheduler::Scrub> scrub_;
+  uint64_t routing_alarms_ = 0;  // told so far
   std::thread thread_;
 };
 

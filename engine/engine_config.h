@@ -44,6 +44,11 @@ struct EngineConfig {
   double verify_hits = 0;          // share of prefix hits that are recomputed from scratch and compared, [0, 1]
   float verify_tolerance = 1e-3f;  // largest difference of the first token's log-probability that still agrees
 
+  // The routers' bias changes (`--moe-routing local-quantile`): requests are pinned to the epoch of their rank that is
+  // current when they are first admitted.
+  bool bias_epochs = false;
+  uint64_t first_epoch = 0;  // what ranks begin with: a recorded one, in a replay
+
   // Policy.
   double ageing_seconds = 10;      // this long in the queue weighs as much as one step of priority
   int32_t max_long_prefills = 2;   // long prompts (over long_prompt_tokens) being prefilled on one rank at once

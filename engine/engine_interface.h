@@ -24,6 +24,28 @@ struct EngineLimits {
   int32_t max_queue = 0;
 };
 
+// Balance of the experts over their ranks, where it is measured: of each rank's last update, together.
+struct RoutingLoad {
+  static constexpr int32_t kLayerGroups = 8;
+  uint64_t updates = 0;  // since the start, of all ranks; 0: not measured
+  int32_t layer_groups = 0;
+  // Busiest rank's choices over the mean rank's, the mean over a group of MoE layers [first, last], counted from 0.
+  float max_over_mean[kLayerGroups] = {};
+  int32_t first_layer[kLayerGroups] = {};
+  int32_t last_layer[kLayerGroups] = {};
+  double worst_max_over_mean = 0;   // of all layers
+  double override_share = 0;        // of all choices; the mean over ranks
+  double worst_override_share = 0;  // of a layer
+  double mean_delta = 0;            // absolute
+  uint64_t epoch = 0;               // newest that requests are pinned to; 0: no bias
+  int32_t live_epochs = 0;          // most of a rank
+  uint64_t sign_changes = 0;        // totals since the start
+  uint64_t halvings = 0;
+  uint64_t alarms = 0;
+  uint64_t dampings = 0;
+  uint64_t swaps = 0;
+};
+
 // A consistent picture of the last step's end; gauges, so it also moves while the engine is idle.
 struct EngineLoad {
   int32_t running = 0;
@@ -53,6 +75,7 @@ struct EngineLoad {
   uint64_t steps_bound_by_pages = 0;
   uint64_t steps_bound_by_state_slots = 0;
   uint64_t steps_bound_by_max_seqs = 0;
+  RoutingLoad routing;
   bool healthy = true;  // false after a device fault
 };
 

@@ -81,11 +81,18 @@ Executor::Executor(const Model& model, Ops& ops, const StepBounds& bounds, const
       options_(std::move(options)),
       workspace_(model.config(), bounds, ops, model.workspace_ranks()),
       cache_(model.config(), geometry, ops) {
+  if (options_.balance.has_value()) {
+    const ParallelContext& parallel = model.parallel();
+    balance_ = std::make_unique<ExpertBalance>(model.config(), ops, *options_.balance,
+                                               parallel.tensor_size() * parallel.data_size(), parallel.data_rank(),
+                                               bounds.tokens, bounds.sequences);
+  }
   table_stride_ = TableStride(bounds, geometry.page_size);
   const StagingSizes sizes = Sizes(bounds, geometry.page_size, options_.decode_sizes);
   Reserve(input_, sizes.input, /*keep=*/false);
   for (int32_t size : options_.decode_sizes) {
-    if (size <= sizes.largest_decode) decode_sizes_.push_back({PaddedInputs(size, vocab_size()), nullptr});
+    if (size > sizes.largest_decode) continue;
+    decode_sizes_.push_back({PaddedInputs(size, vocab_size(), balance_ != nullptr), nullptr});
   }
   Reserve(output_, sizes.output, /*keep=*/false);
   if (sizes.largest_decode > 0) {
@@ -157,6 +164,7 @@ absl::Status Executor::Submit(const StepPlan& plan) {
     ops_.BeginRange("step");
     ops_.RecordEvent(begun_[mark], ops_.stream());
     SubmitRank(plan, place, &flights_[place]);
+    if (balance_ != nullptr) CountStep(plan, place, &flights_[place]);
     ops_.RecordEvent(ended_[mark], ops_.stream());
     ops_.EndRange();
   } catch (const DeviceError& error) {
@@ -181,8 +189,10 @@ absl::Status Executor::Wait(StepResult* result) {
   ++times_.steps;
   ++waited_;
   if (profiling() && options_.profile->EndStep() && options_.on_profile) options_.on_profile(*options_.profile);
-  Unpack(flights_[place], static_cast<const char*>(output_.host[place]),
-         &result->ranks[static_cast<size_t>(model_.parallel().data_rank())]);
+  RankResult& own = result->ranks[static_cast<size_t>(model_.parallel().data_rank())];
+  Unpack(flights_[place], static_cast<const char*>(output_.host[place]), &own);
+  own.routing.updated = 0;
+  if (flights_[place].balance_update) balance_->Take(place, &own.routing);
   return absl::OkStatus();
 }
 
@@ -191,9 +201,18 @@ absl::Status Executor::Run(const StepPlan& plan, StepResult* result) {
   return Wait(result);
 }
 
+void Executor::CountStep(const StepPlan& step, int place, Flight* flight) {
+  const RankPlan& plan = step.ranks[static_cast<size_t>(model_.parallel().data_rank())];
+  if (plan.tokens.empty()) return;
+  const DecodeSize* size = CommonSize(step);
+  const int64_t rows = size != nullptr ? size->inputs.size() : plan.num_tokens();
+  flight->balance_update = balance_->Fetch(rows, plan.num_tokens(), plan.num_tokens() > plan.num_sequences(), place);
+}
+
 void Executor::SubmitRank(const StepPlan& step, int place, Flight* flight) {
   const RankPlan& plan = step.ranks[static_cast<size_t>(model_.parallel().data_rank())];
   const Stream stream = ops_.stream();
+  if (balance_ != nullptr) balance_->Upload(plan.epoch_uploads);
   for (StateSlot slot : plan.zero_slots) cache_.ZeroSlot(slot);
   for (const StateCopy& copy : plan.state_copies) cache_.CopySlot(copy.from, copy.to);
   for (const PageCopy& copy : plan.page_copies) cache_.CopyPage(copy.from, copy.to);
@@ -219,7 +238,8 @@ void Executor::SubmitRank(const StepPlan& step, int place, Flight* flight) {
         {.tokens = in.tokens, .num_tokens = in.batch.num_tokens, .drawn = static_cast<const int32_t*>(output_.device)},
         stream);
   }
-  const MatrixView hidden = model_.Forward(in.batch, in.tokens, workspace_, cache_, nullptr, dispatch_rows);
+  const MatrixView hidden =
+      model_.Forward(in.batch, in.tokens, workspace_, cache_, nullptr, dispatch_rows, balance_.get());
   if (rows == 0) return;
   Reserve(output_, OutputBytes(rows, top), /*keep=*/true);
   Sample(in, hidden, rows, top);
@@ -270,7 +290,8 @@ void Executor::RunDecode(const DecodeSize& size) {
                   .table = decode_table_,
                   .table_stride = table_stride_},
                  ops_.stream());
-  const MatrixView hidden = model_.Forward(in.batch, in.tokens, workspace_, cache_);
+  const MatrixView hidden =
+      model_.Forward(in.batch, in.tokens, workspace_, cache_, nullptr, /*dispatch_rows=*/0, balance_.get());
   Sample(in, hidden, static_cast<size_t>(size.inputs.size()), kDecodeTop);
 }
 
@@ -369,6 +390,7 @@ void Executor::DoWarmUp(WarmUpReport* report) {
     report->largest = std::max(report->largest, size->inputs.size());
     report->nodes += static_cast<int64_t>(size->work->nodes);
   }
+  if (balance_ != nullptr) balance_->Reset();
   ops_.Synchronize(stream);
 }
 

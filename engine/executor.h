@@ -3,10 +3,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "engine/expert_balance.h"
 #include "engine/model/model.h"
 #include "engine/step.h"
 #include "engine/step_inputs.h"
@@ -20,6 +22,8 @@ struct ExecutorOptions {
   bool capture = true;  // false: padded, but launched op by op
   // The model's Ops where its ops are to be measured: while it is active, steps are launched op by op, one at a time.
   ProfiledOps* profile = nullptr;
+  // Of experts over ranks. Without it experts are chosen exactly and not counted.
+  std::optional<BalanceOptions> balance;
   std::function<void(const ProfiledOps&)> on_profile;  // it has seen its last step
 };
 
@@ -73,6 +77,7 @@ class Executor : public StepRunner {
   CacheStorage& cache() { return cache_; }
   Workspace& workspace() { return workspace_; }
   const StepTimes& times() const { return times_; }
+  const ExpertBalance* balance() const { return balance_.get(); }
 
  private:
   static constexpr int kFlights = 2;
@@ -98,6 +103,7 @@ class Executor : public StepRunner {
     // Layout of the output block: arrays for so many rows, with so many best log-probabilities a row.
     size_t out_rows = 0;
     size_t out_top = 0;
+    bool balance_update = false;  // what the routers counted comes with it
   };
   struct DecodeSize {
     PaddedInputs inputs;
@@ -111,6 +117,8 @@ class Executor : public StepRunner {
   void Reserve(Staging& staging, size_t bytes, bool keep);
   void Free(Staging& staging);
   void SubmitRank(const StepPlan& step, int place, Flight* flight);
+  // Has what the step's routers counted fetched when an update is due.
+  void CountStep(const StepPlan& step, int place, Flight* flight);
   // The padded form that all groups' parts of a step have; null when one of them has none. Every rank decides alike.
   const DecodeSize* CommonSize(const StepPlan& step) const;
   void SubmitDecode(const RankPlan& plan, const DecodeSize& size, int place, Flight* flight);
@@ -131,6 +139,7 @@ class Executor : public StepRunner {
   int32_t* decode_table_ = nullptr;  // [largest size, pages of the longest sequence]
   int64_t table_stride_ = 0;
   std::vector<DecodeSize> decode_sizes_;  // ascending
+  std::unique_ptr<ExpertBalance> balance_;
 
   Flight flights_[kFlights];
   Event begun_[kMarks] = {};

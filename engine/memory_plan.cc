@@ -136,6 +136,12 @@ class Planner {
                             plan_.bank_bytes +
                             Executor::StagingBytes(bounds, static_cast<int32_t>(request_.page_size), decode_sizes);
 
+    if (request_.balance.has_value()) {
+      plan_.workspace_bytes += static_cast<uint64_t>(
+          ExpertBalance::Bytes(config_, *request_.balance, request_.tensor_parallel * request_.data_parallel,
+                               bounds.tokens, bounds.sequences));
+    }
+
     CacheGeometry& geometry = plan_.geometry;
     geometry.page_size = static_cast<int32_t>(request_.page_size);
     geometry.page_dtype = request_.page_dtype;

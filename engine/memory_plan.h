@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "engine/cache/cache_storage.h"
+#include "engine/expert_balance.h"
 #include "engine/model/checkpoint.h"
 #include "engine/model/model_config.h"
 #include "engine/model/workspace.h"
@@ -41,6 +42,7 @@ struct MemoryRequest {
   std::optional<int64_t> max_model_len;
   std::optional<int64_t> max_num_batched_tokens;  // of one rank
   bool prefix_caching = true;
+  std::optional<BalanceOptions> balance;  // of experts over ranks
 
   // Measured instead of computed, where there is something to measure; not owned.
   const Checkpoint* checkpoint = nullptr;  // types of the tensors; else as in the released files

@@ -185,6 +185,7 @@ absl::Status ProcessRunner::Submit(const StepPlan& plan) {
 }
 
 absl::Status ProcessRunner::Wait(StepResult* result) {
+  for (RankResult& rank : result->ranks) rank.routing = {};  // of the step before, where a process has nothing to tell
   if (absl::Status status = own_.Wait(result); !status.ok()) return status;
   for (int process = 1; process < group_.place().processes; ++process) {
     const auto message = group_.Next(process);

@@ -178,6 +178,7 @@ absl::Status RankGroup::MakeExecutors(const StepBounds& bounds, const CacheGeome
     Rank& rank = ranks_[static_cast<size_t>(local)];
     ExecutorOptions own = options;
     if (local > 0) own.profile = nullptr;
+    if (own.balance.has_value() && tensor_rank_of(local) != 0) own.balance->log = nullptr;  // the same epochs
     auto executor = Executor::Create(*rank.model, *rank.ops, bounds, geometry, std::move(own));
     if (!executor.ok()) return executor.status();
     rank.executor = *std::move(executor);

@@ -100,6 +100,9 @@ struct RequestUsage {
   double queue_seconds = 0;
   double prefill_seconds = 0;
   double decode_seconds = 0;
+  // The bias epoch of the routers that it was computed under, and whose: 0 is no bias (see quantile_control.h).
+  int32_t routing_rank = -1;  // -1: experts are chosen exactly
+  uint64_t routing_epoch = 0;
 };
 
 // Receives everything that happens to one accepted request. All calls come from the engine thread, in order, and must

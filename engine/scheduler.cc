@@ -11,7 +11,10 @@ namespace k3 {
 Scheduler::Scheduler(const EngineConfig& config, EngineObserver* observer)
     : config_(config), observer_(observer), queue_(config.ageing_seconds) {
   ranks_.reserve(static_cast<size_t>(config.data_parallel));
-  for (int32_t rank = 0; rank < config.data_parallel; ++rank) ranks_.emplace_back(config_);
+  for (int32_t rank = 0; rank < config.data_parallel; ++rank) {
+    ranks_.emplace_back(config_);
+    ranks_.back().epochs.Offer(config_.first_epoch);
+  }
   // Every admitted sequence decodes in every step, so a rank admits no more of them than its token budget.
   const int64_t per_rank = std::min(config.state_slots, config.max_num_batched_tokens);
   most_running_ = static_cast<int32_t>(std::min<int64_t>(config.max_num_seqs, per_rank * config.data_parallel));
@@ -209,6 +212,7 @@ void Scheduler::FinishRequest(LiveRequest& live, const absl::Status& status, Clo
     const FinishReason reason = abandoned ? FinishReason::kCancelled : FinishReason::kError;
     Notify(live, [&](TokenSink& sink) { sink.OnChoiceFinished(choice.choice, reason, -1); });
   }
+  UnpinEpoch(live);
   backlog_tokens_ -= live.backlog;
   live.backlog = 0;
   RequestUsage& usage = live.usage;
@@ -261,6 +265,7 @@ Scheduler::Backlog Scheduler::backlog() const {
 
 void Scheduler::FillLoad(EngineLoad* load) const {
   *load = counters_;
+  FillRouting(&load->routing);
   load->running = running_requests_;
   load->fingerprint_mismatches = fingerprint_mismatches();
   load->waiting = static_cast<int32_t>(requests_.size()) - shadows_ - running_requests_;
@@ -339,6 +344,23 @@ void Scheduler::CheckInvariants() const {
     rank.cache.CheckInvariants(leases[r]);
   }
   K3_CHECK(listed == running);
+  std::vector<std::array<int32_t, EpochSlots::kSlots>> pins(ranks_.size());
+  for (const auto& [id, live] : requests_) {
+    const LiveRequest::PinnedEpoch& epoch = live->epoch;
+    K3_CHECK(epoch.rank >= 0 ? config_.bias_epochs : !config_.bias_epochs || !live->admitted);
+    if (epoch.rank < 0) continue;
+    const Rank& rank = ranks_[static_cast<size_t>(epoch.rank)];
+    ++pins[static_cast<size_t>(epoch.rank)][static_cast<size_t>(epoch.slot)];
+    K3_CHECK(rank.epochs.number(epoch.slot) == epoch.number);
+    for (const Sequence& sequence : live->choices) {
+      K3_CHECK(sequence.phase != SequencePhase::kRunning || sequence.rank == epoch.rank);
+    }
+  }
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    for (int32_t slot = 0; slot < EpochSlots::kSlots; ++slot) {
+      K3_CHECK(ranks_[r].epochs.pins(slot) == pins[r][static_cast<size_t>(slot)]);
+    }
+  }
 }
 
 }  // namespace k3

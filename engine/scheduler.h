@@ -16,6 +16,7 @@
 #include "engine/engine_config.h"
 #include "engine/engine_interface.h"
 #include "engine/engine_observer.h"
+#include "engine/epoch_slots.h"
 #include "engine/sequence.h"
 #include "engine/step.h"
 
@@ -116,6 +117,8 @@ class Scheduler {
   struct Rank {
     explicit Rank(const EngineConfig& config) : cache(config) {}
     CacheManager cache;
+    EpochSlots epochs;
+    RankRouting routing;             // of its last update
     std::vector<Sequence*> running;  // by admission, oldest first
     RankStep steps[kMostOpen];       // by step number
     // Of the step being planned.
@@ -171,6 +174,13 @@ class Scheduler {
   int32_t CutPrefill(const Sequence& sequence, int64_t from, int64_t more) const;
   // Gives a prefill up to `most` tokens of the budget, as far as pages can be had.
   void PlanChunk(Rank& rank, Sequence& sequence, int32_t most, RankPlan* plan);
+
+  // --- scheduler_routing.cc ---
+  void PinEpoch(LiveRequest& live, int32_t rank, int32_t slot);
+  void UnpinEpoch(LiveRequest& live);
+  // Takes over what an update of a rank's balance of experts has given.
+  void NoteRouting(Rank& rank, const RankRouting& routing);
+  void FillRouting(RoutingLoad* load) const;
 
   // --- scheduler_emit.cc ---
   void Emit(Rank& rank, RankPlan* plan);
@@ -228,6 +238,7 @@ class Scheduler {
   std::vector<std::pair<Rank*, Sequence*>> oldest_prefills_;
   std::vector<TopLogprob> top_scratch_;
   std::vector<int32_t> snapshot_scratch_;
+  std::vector<uint64_t> choices_scratch_;
 };
 
 }  // namespace k3

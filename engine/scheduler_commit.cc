@@ -20,6 +20,7 @@ void Scheduler::CommitStep(const StepPlan& plan, const StepResult& result, Clock
     K3_CHECK(result.ranks[r].token.size() >= rows && result.ranks[r].status.size() >= rows &&
              result.ranks[r].logprob.size() >= rows);
     rank.cache.StepDone();
+    if (result.ranks[r].routing.updated != 0) NoteRouting(rank, result.ranks[r].routing);
     for (const Scheduled& entry : step.scheduled) CommitSequence(rank, entry, plan.ranks[r], result.ranks[r], now);
   }
   ++committed_;
@@ -213,6 +214,7 @@ void Scheduler::VerifyHit(const LiveRequest& live, const HitCheck& expected) {
   shadow->open_choices = 1;
   shadow->choices = std::vector<Sequence>(1);
   shadow->choices[0].request = shadow.get();
+  if (live.epoch.rank >= 0) PinEpoch(*shadow, live.epoch.rank, live.epoch.slot);  // else nothing would agree
   ++shadows_;
   ++queued_shadows_;
   queue_.Push(shadow.get(), static_cast<int32_t>(original.prompt_tokens.size()) > config_.long_prompt_tokens);

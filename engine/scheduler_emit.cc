@@ -24,6 +24,7 @@ void Scheduler::Emit(Rank& rank, RankPlan* plan) {
     plan->token_begin.push_back(begin);
     plan->context.push_back(sequence.computed);
     plan->state_slot.push_back(sequence.lease.state.value);
+    if (config_.bias_epochs) plan->epoch_slot.push_back(sequence.request->epoch.slot);
     static_assert(sizeof(PageId) == sizeof(int32_t));
     std::memcpy(plan->page_table.data() + index * stride, sequence.lease.pages.data(),
                 static_cast<size_t>(config_.PagesFor(int64_t{sequence.computed} + count)) * sizeof(int32_t));

@@ -33,6 +33,11 @@ bool Scheduler::PlanStep(Clock::time_point now, StepPlan* plan) {
     ranks_[r].step->rows.clear();
     ranks_[r].budget = config_.max_num_batched_tokens;
     ranks_[r].preempted = false;
+    if (config_.bias_epochs) {
+      EpochSlots& epochs = ranks_[r].epochs;
+      epochs.Refresh();
+      if (epochs.upload().has_value()) plan->ranks[r].epoch_uploads.push_back(*epochs.upload());
+    }
   }
   held_back_ = false;
   if (!forking_.empty()) ForkChoices(plan);
@@ -45,6 +50,9 @@ bool Scheduler::PlanStep(Clock::time_point now, StepPlan* plan) {
     any |= plan->ranks[r].num_tokens() > 0;
   }
   planned_ += any;
+  if (any && config_.bias_epochs) {
+    for (Rank& rank : ranks_) rank.epochs.Sent();
+  }
   return any;
 }
 
@@ -307,8 +315,14 @@ bool Scheduler::TryAdmit(Sequence& sequence, bool obey_long_limit, Clock::time_p
     if (rank.preempted || rank.budget == 0 || rank.cache.live_free() == 0) continue;
     if (static_cast<int32_t>(rank.running.size()) >= config_.max_num_batched_tokens) continue;
     if (obey_long_limit && is_long && rank.long_prefills >= config_.max_long_prefills) continue;
+    // What it has computed and drawn so far came from one rank's epoch: there it goes on.
+    if (live.epoch.rank >= 0 && &rank != &ranks_[static_cast<size_t>(live.epoch.rank)]) continue;
     PrefixMatch match;
-    if (matches) match = rank.cache.Match(sequence.Key(), length - 1);
+    if (matches) {
+      PrefixKey key = sequence.Key();
+      if (live.epoch.rank < 0) key.epoch = rank.epochs.number(rank.epochs.current());
+      match = rank.cache.Match(key, length - 1);
+    }
     const int32_t left = length - match.resume_pages * config_.page_size;
     if (rank.budget < std::min(first_chunk, left)) continue;
     // Room for its whole text beside what the others still need, and a page for each of them to go on with.
@@ -337,6 +351,7 @@ bool Scheduler::TryAdmit(Sequence& sequence, bool obey_long_limit, Clock::time_p
   }
   ++sequence.leases;
   sequence.rank = static_cast<int32_t>(best - ranks_.data());
+  if (config_.bias_epochs && live.epoch.rank < 0) PinEpoch(live, sequence.rank, rank.epochs.current());
   sequence.computed = best_match.resume_pages * config_.page_size;
   const int32_t matched = static_cast<int32_t>(best_match.pages.size()) * config_.page_size;
   sequence.divergence = matched > sequence.computed ? matched : 0;

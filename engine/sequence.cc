@@ -42,6 +42,6 @@ void Sequence::ReservePages(int32_t page_size) {
   page_hashes.reserve(pages);
 }
 
-PrefixKey Sequence::Key() const { return {tokens, page_hashes, request->request->cache_salt}; }
+PrefixKey Sequence::Key() const { return {tokens, page_hashes, request->request->cache_salt, request->epoch.number}; }
 
 }  // namespace k3

@@ -102,6 +102,14 @@ struct LiveRequest {
   std::string broken;  // why the request must end although nobody asked: its sink or constraint failed
   bool sink_failed = false;
 
+  // The bias epoch of the routers that everything of it is computed under: that of a rank, from first admission to the
+  // end, also when it is preempted meanwhile.
+  struct PinnedEpoch {
+    int32_t rank = -1;  // -1: not pinned yet
+    int32_t slot = 0;
+    uint64_t number = 0;
+  } epoch;
+
   bool check_hit = false;  // sampled for verify_hits
   bool is_shadow = false;  // recomputes another request's hit; has no sink and counts nowhere
   HitCheck expected;       // shadow: what the hit gave

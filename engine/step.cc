@@ -16,6 +16,8 @@ void RankPlan::Clear() {
   sequence_of_token.clear();
   position.clear();
   snapshots.clear();
+  epoch_uploads.clear();
+  epoch_slot.clear();
   logits_row.clear();
   sample_rows.clear();
   logit_edits.clear();

@@ -25,6 +25,15 @@ struct SnapshotPoint {
   StateSlot slot;
 };
 
+// Bias epochs that are alive on a rank at once (see quantile_control.h); slot 0 is epoch 0.
+constexpr int32_t kEpochSlots = 8;
+
+// An epoch that the rank has made goes into a slot of its table before the step runs.
+struct EpochUpload {
+  uint64_t number = 0;
+  int64_t slot = 0;
+};
+
 // A token id of a plan that stands for the token drawn by row `row` of the step submitted just before.
 constexpr int32_t TokenOfRow(int32_t row) { return -1 - row; }
 // The same function takes it back.
@@ -48,6 +57,8 @@ struct RankPlan {
   std::vector<int32_t> sequence_of_token;  // [T]
   std::vector<int32_t> position;           // [T]
   std::vector<SnapshotPoint> snapshots;    // ascending rows
+  std::vector<EpochUpload> epoch_uploads;
+  std::vector<int32_t> epoch_slot;  // [S] the bias that a sequence's experts are chosen under; empty: none
 
   std::vector<int32_t> logits_row;     // [R] packed rows whose logits are needed
   std::vector<SampleRow> sample_rows;  // [R]
@@ -61,12 +72,29 @@ struct RankPlan {
   void Clear();  // keeps capacity; page_table also keeps its size, the planner sets it
 };
 
+// What has come of an update of the rank's balance of experts, where the step ended with one.
+struct RankRouting {
+  uint8_t updated = 0;
+  int32_t groups = 0;
+  std::vector<uint32_t> load;  // [MoE layers, groups] choices since the last update
+  uint64_t swaps = 0;          // of the soft cap since then
+  uint64_t newest_epoch = 0;
+  double override_share = 0;  // over all layers, in the control's window
+  double worst_override_share = 0;
+  double mean_delta = 0;
+  uint64_t sign_changes = 0;  // these four since the start
+  uint64_t halvings = 0;
+  uint64_t alarms = 0;
+  uint64_t dampings = 0;
+};
+
 struct RankResult {
   std::vector<int32_t> token;        // [R], -1 where none
   std::vector<SampleStatus> status;  // [R]
   std::vector<float> logprob;        // [R]
   std::vector<int32_t> top_ids;      // [R, max_top_logprobs]
   std::vector<float> top_logprobs;   // [R, max_top_logprobs]
+  RankRouting routing;
 };
 
 struct StepPlan {

@@ -56,6 +56,7 @@ DeviceInputs PackAll(const RankPlan& plan, Packer& packer) {
   in.batch.page_table_stride = plan.page_table_stride;
   in.batch.sequence_of_token = packer.Put(plan.sequence_of_token);
   in.batch.position = packer.Put(plan.position);
+  in.batch.epoch_slot = packer.Put(plan.epoch_slot);
   in.batch.num_snapshots = static_cast<int32_t>(plan.snapshots.size());
   in.batch.snapshot_row =
       packer.PutEach<int32_t>(plan.snapshots.size(), [&](size_t i) { return plan.snapshots[i].row; });
@@ -83,9 +84,10 @@ DeviceInputs Pack(const RankPlan& plan, void* host, void* device) {
   return PackAll(plan, packer);
 }
 
-PaddedInputs::PaddedInputs(int32_t size, int32_t vocab_size)
+PaddedInputs::PaddedInputs(int32_t size, int32_t vocab_size, bool epochs)
     : size_(size),
       mask_words_((vocab_size + 31) / 32),
+      epochs_(epochs),
       host_token_begin_(static_cast<size_t>(size) + 1),
       host_context_(static_cast<size_t>(size), 0) {
   const size_t array = static_cast<size_t>(size) * sizeof(int32_t);
@@ -98,6 +100,7 @@ PaddedInputs::PaddedInputs(int32_t size, int32_t vocab_size)
   position_ = Take(array);
   snapshot_row_ = Take(array);
   snapshot_slot_ = Take(array);
+  epoch_slot_ = Take(epochs ? array : 0);
   logits_row_ = Take(array);
   sample_rows_ = Take(static_cast<size_t>(size) * sizeof(SampleRow));
   std::iota(host_token_begin_.begin(), host_token_begin_.end(), 0);
@@ -161,6 +164,7 @@ std::optional<size_t> PaddedInputs::Pack(const RankPlan& plan, void* host, size_
   put(state_slot_, plan.state_slot, -1);
   std::iota(array(sequence_of_token_), array(sequence_of_token_) + size, 0);
   put(position_, plan.position, 0);
+  if (epochs_) put(epoch_slot_, plan.epoch_slot, 0);
   for (size_t i = 0; i < size; ++i) {
     const bool given = i < plan.snapshots.size();
     array(snapshot_row_)[i] = given ? plan.snapshots[i].row : kNoRow;
@@ -201,6 +205,7 @@ DeviceInputs PaddedInputs::At(void* device, const int32_t* page_table, int64_t s
   in.batch.page_table_stride = stride;
   in.batch.sequence_of_token = array(sequence_of_token_);
   in.batch.position = array(position_);
+  if (epochs_) in.batch.epoch_slot = array(epoch_slot_);
   in.batch.num_snapshots = size_;
   in.batch.snapshot_row = array(snapshot_row_);
   in.batch.snapshot_slot = array(snapshot_slot_);

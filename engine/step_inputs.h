@@ -33,7 +33,8 @@ DeviceInputs Pack(const RankPlan& plan, void* host, void* device);
 // that depend on the size alone, so that captured work finds them; what varies (page table, edits, masks) comes behind.
 class PaddedInputs {
  public:
-  PaddedInputs(int32_t size, int32_t vocab_size);
+  // `epochs`: plans say under which bias epoch a sequence is routed.
+  PaddedInputs(int32_t size, int32_t vocab_size, bool epochs);
 
   int32_t size() const { return size_; }
   // Whether `plan` is such a step, of at most size() sequences.
@@ -57,9 +58,10 @@ class PaddedInputs {
 
   int32_t size_;
   int32_t mask_words_;
+  bool epochs_;
   size_t used_ = 0;
   size_t header_, tokens_, token_begin_, context_, state_slot_, sequence_of_token_, position_, snapshot_row_,
-      snapshot_slot_, logits_row_, sample_rows_;
+      snapshot_slot_, epoch_slot_, logits_row_, sample_rows_;
   // Host copies that do not change from step to step. Lengths choose no variant here, so contexts are left at 0.
   std::vector<int32_t> host_token_begin_;
   std::vector<int32_t> host_context_;

@@ -76,6 +76,8 @@ void Visit(Archive& archive, Plan& plan) {
   archive(plan.sequence_of_token);
   archive(plan.position);
   archive(plan.snapshots);
+  archive(plan.epoch_uploads);
+  archive(plan.epoch_slot);
   archive(plan.logits_row);
   archive(plan.sample_rows);
   archive(plan.logit_edits);
@@ -90,6 +92,19 @@ void Visit(Archive& archive, Result& result) {
   archive(result.logprob);
   archive(result.top_ids);
   archive(result.top_logprobs);
+  auto& routing = result.routing;
+  archive(routing.updated);
+  archive(routing.groups);
+  archive(routing.load);
+  archive(routing.swaps);
+  archive(routing.newest_epoch);
+  archive(routing.override_share);
+  archive(routing.worst_override_share);
+  archive(routing.mean_delta);
+  archive(routing.sign_changes);
+  archive(routing.halvings);
+  archive(routing.alarms);
+  archive(routing.dampings);
 }
 
 template <typename Archive, Either<ScrubOrder> Order>
@@ -133,7 +148,8 @@ absl::Status DecodeResult(std::string_view bytes, StepResult* result) {
   return DecodeRanks(bytes, "results", &result->ranks, [](Reader& reader, RankResult& rank) {
     RankResult sent;
     Visit(reader, sent);
-    if (!sent.token.empty()) rank = std::move(sent);  // else another process's
+    // Else another process's: what one has neither drawn nor counted it leaves out.
+    if (!sent.token.empty() || sent.routing.updated != 0) rank = std::move(sent);
   });
 }
 

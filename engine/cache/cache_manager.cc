@@ -26,7 +26,7 @@ PrefixMatch CacheManager::Match(const PrefixKey& key, int32_t limit) {
   PageId parent;
   for (size_t i = 0; i < most; ++i) {
     const std::span<const int32_t> tokens = key.tokens.subspan(i * page_size_, static_cast<size_t>(page_size_));
-    const PageId page = cache_.Find(parent, key.salt, key.hashes[i], tokens);
+    const PageId page = cache_.Find(parent, key.salt, key.HashOf(i), tokens, key.epoch);
     if (!page.valid()) break;
     match.pages.push_back(page);
     parent = page;
@@ -34,7 +34,7 @@ PrefixMatch CacheManager::Match(const PrefixKey& key, int32_t limit) {
   for (size_t i = match.pages.size(); i > 0; --i) {
     const StateSlot slot = cache_.SnapshotOf(match.pages[i - 1]);
     if (!slot.valid()) continue;
-    const SnapshotFingerprint expected{key.hashes[i - 1], static_cast<int32_t>(i) * page_size_, layout_tag_};
+    const SnapshotFingerprint expected{key.HashOf(i - 1), static_cast<int32_t>(i) * page_size_, layout_tag_};
     if (cache_.FingerprintOf(slot) == expected) {
       match.resume_pages = static_cast<int32_t>(i);
       match.snapshot = slot;
@@ -162,13 +162,13 @@ void CacheManager::Publish(const PrefixKey& key, int32_t pages, uint64_t publish
       break;
     }
     const std::span<const int32_t> tokens = key.tokens.subspan(i * page_size_, static_cast<size_t>(page_size_));
-    const PageId cached = cache_.Find(parent, key.salt, key.hashes[i], tokens);
+    const PageId cached = cache_.Find(parent, key.salt, key.HashOf(i), tokens, key.epoch);
     if (cached.valid()) {
       TakeRef(cached);
       DropRef(own);
       lease->pages[i] = cached;
     } else {
-      cache_.Insert(parent, key.salt, key.hashes[i], tokens, own, publisher);
+      cache_.Insert(parent, key.salt, key.HashOf(i), tokens, own, publisher, key.epoch);
       pages_.AddRef(own);
     }
     ++lease->published;
@@ -181,7 +181,7 @@ void CacheManager::Publish(const PrefixKey& key, int32_t pages, uint64_t publish
     const PageId holder = index < lease->published ? lease->pages[static_cast<size_t>(index)] : PageId{};
     if (holder.valid() && cache_.Contains(holder) && !cache_.SnapshotOf(holder).valid()) {
       cache_.AttachSnapshot(holder, snapshot.slot,
-                            {key.hashes[static_cast<size_t>(index)], snapshot.position, layout_tag_});
+                            {key.HashOf(static_cast<size_t>(index)), snapshot.position, layout_tag_});
     } else {
       states_.Release(snapshot.slot);
     }

@@ -21,6 +21,10 @@ struct PrefixKey {
   std::span<const int32_t> tokens;
   std::span<const uint64_t> hashes;  // ChainHash of each full page of `tokens`
   std::string_view salt;
+  // Of the routers' bias, under which everything of the sequence is computed: what another one left is no match.
+  uint64_t epoch = 0;
+
+  uint64_t HashOf(size_t page) const { return EpochHash(hashes[page], epoch); }
 };
 
 // What the cache holds of a sequence. Valid until the next change of the same CacheManager.

@@ -33,6 +33,10 @@ uint64_t ChainRoot(std::string_view salt) {
   return hash;
 }
 
+uint64_t EpochHash(uint64_t hash, uint64_t epoch) {
+  return epoch == 0 ? hash : hash ^ Mix(epoch, 0xa0761d6478bd642full);
+}
+
 PrefixCache::PrefixCache(const Sizes& sizes)
     : sizes_(sizes),
       nodes_(static_cast<size_t>(sizes.pages)),
@@ -44,20 +48,21 @@ PrefixCache::PrefixCache(const Sizes& sizes)
   by_hash_.reserve(static_cast<size_t>(sizes.pages));  // publishing a page allocates nothing
 }
 
-PageId PrefixCache::Find(PageId parent, std::string_view salt, uint64_t hash, std::span<const int32_t> tokens) const {
+PageId PrefixCache::Find(PageId parent, std::string_view salt, uint64_t hash, std::span<const int32_t> tokens,
+                         uint64_t epoch) const {
   const auto found = by_hash_.find(hash);
   if (found == by_hash_.end()) return {};
   for (PageId page = found->second; page.valid(); page = node(page).next_same_hash) {
     const Node& candidate = node(page);
     if (candidate.parent != parent) continue;
-    if (!parent.valid() && salt_names_.at(candidate.salt) != salt) continue;
+    if (!parent.valid() && (candidate.epoch != epoch || salt_names_.at(candidate.salt) != salt)) continue;
     if (std::equal(tokens.begin(), tokens.end(), TokensOf(page))) return page;
   }
   return {};
 }
 
 void PrefixCache::Insert(PageId parent, std::string_view salt, uint64_t hash, std::span<const int32_t> tokens,
-                         PageId page, uint64_t publisher) {
+                         PageId page, uint64_t publisher, uint64_t epoch) {
   K3_CHECK(static_cast<int32_t>(tokens.size()) == sizes_.page_size);
   Node& added = node(page);
   K3_CHECK(!added.present);
@@ -66,6 +71,7 @@ void PrefixCache::Insert(PageId parent, std::string_view salt, uint64_t hash, st
   added.in_use = true;
   added.parent = parent;
   added.hash = hash;
+  added.epoch = epoch;
   added.publisher = publisher;
   added.position = sizes_.page_size;
   added.uses = 1;
@@ -298,14 +304,15 @@ void PrefixCache::CheckInvariants() const {
       const Node& above = node(checked.parent);
       K3_CHECK(above.present && above.position + sizes_.page_size == checked.position);
       K3_CHECK(above.in_use || !checked.in_use);
-      K3_CHECK(checked.hash == ChainHash(above.hash, tokens));
+      K3_CHECK(checked.epoch == above.epoch);
+      K3_CHECK(checked.hash == EpochHash(ChainHash(EpochHash(above.hash, above.epoch), tokens), checked.epoch));
       bool listed = false;
       for (PageId child = above.first_child; child.valid(); child = node(child).next_sibling) listed |= child == page;
       K3_CHECK(listed);
     } else {
       ++top;
       K3_CHECK(checked.position == sizes_.page_size);
-      K3_CHECK(checked.hash == ChainHash(ChainRoot(salt_names_.at(checked.salt)), tokens));
+      K3_CHECK(checked.hash == EpochHash(ChainHash(ChainRoot(salt_names_.at(checked.salt)), tokens), checked.epoch));
     }
     const bool evictable = !checked.in_use && !checked.first_child.valid();
     K3_CHECK(page_heap_.Contains(id) == evictable);

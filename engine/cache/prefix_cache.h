@@ -18,6 +18,9 @@ namespace k3 {
 // identify them.
 uint64_t ChainHash(uint64_t parent, std::span<const int32_t> page_tokens);
 uint64_t ChainRoot(std::string_view salt);
+// The hash of the same chain computed under a bias epoch of the routers. Epoch 0 changes nothing; the same function
+// takes it back.
+uint64_t EpochHash(uint64_t hash, uint64_t epoch);
 
 // What a stored state claims to be; written when it is published and compared at every restore.
 struct SnapshotFingerprint {
@@ -28,9 +31,9 @@ struct SnapshotFingerprint {
 };
 
 // The index of published pages: a forest of nodes. One node is one full page, named by the page's id and identified by
-// (parent, exact tokens), at the top by (salt, exact tokens); a node may carry one state snapshot, for exactly the end
-// of its page. Nodes are never split and never change; only leaves that no sequence uses are evicted, so that every
-// node's ancestors are there.
+// (parent, exact tokens), at the top by (salt, bias epoch of the routers, exact tokens); a node may carry one state
+// snapshot, for exactly the end of its page. Nodes are never split and never change; only leaves that no sequence uses
+// are evicted, so that every node's ancestors are there.
 //
 // Eviction is by value, in the manner of greedy-dual with frequencies: key = clock at the last use + uses * tokens
 // saved per byte, where the clock is the key of what was evicted last. Pages and snapshots are weighed separately.
@@ -56,12 +59,14 @@ class PrefixCache {
 
   explicit PrefixCache(const Sizes& sizes);
 
-  // The child of `parent` (of the root of `salt` when invalid) that holds exactly `tokens`; invalid when there is none.
-  PageId Find(PageId parent, std::string_view salt, uint64_t hash, std::span<const int32_t> tokens) const;
+  // The child of `parent` (of the root of `salt` and `epoch` when invalid) that holds exactly `tokens`; invalid when
+  // there is none.
+  PageId Find(PageId parent, std::string_view salt, uint64_t hash, std::span<const int32_t> tokens,
+              uint64_t epoch = 0) const;
   // A new node; the caller has made sure by Find that there is none like it. `page` is in use. `publisher` is the
   // request that computed it.
   void Insert(PageId parent, std::string_view salt, uint64_t hash, std::span<const int32_t> tokens, PageId page,
-              uint64_t publisher);
+              uint64_t publisher, uint64_t epoch = 0);
   bool Contains(PageId page) const { return node(page).present; }
 
   // The node must have no snapshot yet.
@@ -105,7 +110,8 @@ class PrefixCache {
     PageId next_same_hash;
     int32_t position = 0;  // tokens up to the end of this page
     uint64_t hash = 0;
-    uint64_t salt = 0;  // top nodes: id in salts_
+    uint64_t salt = 0;   // top nodes: id in salts_
+    uint64_t epoch = 0;
     uint64_t publisher = 0;
     StateSlot snapshot;
     uint32_t uses = 0;

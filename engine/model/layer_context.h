@@ -19,6 +19,7 @@ class RoutingProbe {
 };
 
 // What every sublayer of one step works with. Lives on the stack of Model::Forward.
+class ExpertBalance;
 struct LayerContext {
   const ModelConfig& config;
   Ops& ops;
@@ -28,7 +29,8 @@ struct LayerContext {
   CacheStorage& cache;
   const ParallelContext& parallel;
   RoutingProbe* probe;    // may be null
-  int64_t dispatch_rows;  // tokens of the group that has most: what every group's exchange of experts is padded to
+  const ExpertBalance* balance;  // of experts over ranks; null: routed exactly, and not counted
+  int64_t dispatch_rows;         // tokens of the group that has most: what every group's exchange of experts is padded to
 };
 
 }  // namespace k3

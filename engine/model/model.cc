@@ -21,10 +21,10 @@ WorkspaceRanks Model::workspace_ranks() const {
 }
 
 MatrixView Model::Forward(const SequenceBatch& batch, const int32_t* tokens, Workspace& workspace, CacheStorage& cache,
-                          RoutingProbe* probe, int64_t dispatch_rows) const {
+                          RoutingProbe* probe, int64_t dispatch_rows, const ExpertBalance* balance) const {
   const int64_t count = batch.num_tokens;
   const int64_t rows = std::max(count, dispatch_rows);
-  const LayerContext context{config_, ops_, ops_.stream(), batch, workspace, cache, parallel_, probe, rows};
+  const LayerContext context{config_, ops_, ops_.stream(), batch, workspace, cache, parallel_, probe, balance, rows};
   K3_CHECK(rows > 0 && rows <= workspace.bounds().tokens && batch.num_sequences <= workspace.bounds().sequences);
   if (count == 0) {
     // Only the experts are shared between groups.

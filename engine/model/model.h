@@ -19,9 +19,10 @@ class Model {
   // Runs the step's tokens ([T] ids in device memory) through all layers; pages and states of `cache` are read and
   // advanced. Returns the normed final hidden states [T, D] (in workspace.hidden), valid until the next call.
   // `dispatch_rows`: the most tokens of any group in this step, where there are several; 0 = this one's. A group
-  // without tokens lends its experts to the others.
+  // without tokens lends its experts to the others. `balance` biases and counts the choice of experts.
   MatrixView Forward(const SequenceBatch& batch, const int32_t* tokens, Workspace& workspace, CacheStorage& cache,
-                     RoutingProbe* probe = nullptr, int64_t dispatch_rows = 0) const;
+                     RoutingProbe* probe = nullptr, int64_t dispatch_rows = 0,
+                     const ExpertBalance* balance = nullptr) const;
 
   // Logits [R, V] (in workspace.logits) of `rows` packed rows of `hidden`; count <= bounds().logits_rows.
   MatrixView Logits(const MatrixView& hidden, const int32_t* rows, int64_t count, Workspace& workspace) const;

@@ -1,5 +1,6 @@
 #include "engine/model/moe_layer.h"
 
+#include "engine/expert_balance.h"
 #include "engine/model/expert_parallel.h"
 #include "engine/model/mlp_layer.h"
 
@@ -30,7 +31,27 @@ void RunMoeLayer(const LayerContext& context, const MoeWeights& weights, int32_t
   router.live_tokens = context.batch.live_tokens;
   router.ids = ws.expert_ids;
   router.weights = ws.expert_weights;
+  RouterBalance balance;
+  if (context.balance != nullptr) {
+    balance = context.balance->Layer(moe_layer, context.batch);
+    router.balance = &balance;
+  }
   ops.RouterTopK(router, context.stream);
+  if (balance.candidates != nullptr) {
+    const BalanceOptions& options = context.balance->options();
+    ops.RouterSoftCap({.balance = &balance,
+                       .tokens = tokens,
+                       .experts = router.experts,
+                       .top_k = router.top_k,
+                       .factor = static_cast<float>(*options.soft_cap),
+                       .tau = static_cast<float>(options.soft_cap_tau),
+                       .renormalize = router.renormalize,
+                       .scale = router.scale,
+                       .live_tokens = router.live_tokens,
+                       .ids = router.ids,
+                       .weights = router.weights},
+                      context.stream);
+  }
   if (context.probe != nullptr) context.probe->OnRouted(moe_layer, ws.expert_ids, tokens);
 
   MatrixView expert_in = x;

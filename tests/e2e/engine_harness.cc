@@ -86,6 +86,7 @@ EngineConfig EngineHarness::Complete(TestModel& model, EngineConfig config) {
 
 EngineHarness::EngineHarness(TestModel& model, EngineConfig config, StepMode mode)
     : model_(model), mode_(std::move(mode)), config_(Complete(model, std::move(config))), scheduler_(config_) {
+  K3_CHECK(config_.bias_epochs == (mode_.balance.has_value() && mode_.balance->adaptive));
   CacheGeometry geometry;
   geometry.pages = config_.latent_pages;
   geometry.page_size = config_.page_size;
@@ -96,13 +97,16 @@ EngineHarness::EngineHarness(TestModel& model, EngineConfig config, StepMode mod
                           .sequences = std::min(config_.max_num_seqs, config_.state_slots),
                           .logits_rows = 8,
                           .context = config_.max_model_len};
+  ExecutorOptions options;
+  options.decode_sizes = mode_.decode_sizes;
+  options.balance = mode_.balance;
   poisoned_.resize(static_cast<size_t>(config_.data_parallel));
   if (model.ranks() != nullptr) {
-    const absl::Status made = model.ranks()->MakeExecutors(bounds, geometry, {.decode_sizes = mode_.decode_sizes});
+    const absl::Status made = model.ranks()->MakeExecutors(bounds, geometry, options);
     K3_CHECK(made.ok());
     return;
   }
-  auto executor = Executor::Create(model.model(), model.ops(), bounds, geometry, {.decode_sizes = mode_.decode_sizes});
+  auto executor = Executor::Create(model.model(), model.ops(), bounds, geometry, std::move(options));
   K3_CHECK(executor.ok());
   executor_ = *std::move(executor);
   if (model.ops().can_capture() && !mode_.decode_sizes.empty()) {

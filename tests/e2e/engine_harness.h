@@ -80,6 +80,8 @@ struct TestRequest {
 struct StepMode {
   bool plan_ahead = false;            // wherever the scheduler allows it
   std::vector<int32_t> decode_sizes;  // decode steps are padded to these
+  // Not so: with an adaptive balance an answer is that of its bias epoch.
+  std::optional<BalanceOptions> balance;
 };
 
 // A scheduler and real executors, driven step by step on the caller's thread, by a clock of its own: a step takes a

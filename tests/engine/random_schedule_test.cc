@@ -48,12 +48,15 @@ class RollingConstraint : public TokenConstraint {
 
 struct Totals {
   uint64_t requests = 0, completed = 0, cut = 0, failed = 0, preemptions = 0, prefill_preemptions = 0, hits = 0,
-           partial_hits = 0, forks = 0, steps = 0, steps_ahead = 0, verified = 0;
+           partial_hits = 0, forks = 0, steps = 0, steps_ahead = 0, verified = 0, biased = 0, biased_hits = 0,
+           biased_preemptions = 0;
 };
 
 class Schedule {
  public:
-  Schedule(uint64_t seed, bool plan_ahead, Totals* totals) : random_(seed), totals_(*totals), harness_(RandomConfig()) {
+  // Every fifth schedule changes the routers' bias as it goes.
+  Schedule(uint64_t seed, bool plan_ahead, Totals* totals)
+      : random_(seed), totals_(*totals), bias_epochs_(seed % 5 == 0), harness_(RandomConfig()) {
     harness_.plan_ahead = plan_ahead;
   }
 
@@ -159,6 +162,7 @@ class Schedule {
     arrival_share_ = OneOf({0.02, 0.1, 0.5, 0.9});
     poisons_ = Chance(0.15);
     prefix_seed_ = random_();
+    config.bias_epochs = bias_epochs_;
     return config;
   }
 
@@ -244,6 +248,12 @@ class Schedule {
     ASSERT_EQ(sink.finals(), 1);
     const absl::Status status = sink.status();
     if (sink.admissions() == 1 && sink.cached_tokens() > 0) ++totals_.hits;
+    if (sink.usage().routing_epoch > 0) {
+      ++totals_.biased;
+      totals_.biased_hits += sink.cached_tokens() > 0;
+      totals_.biased_preemptions += static_cast<uint64_t>(sink.usage().preemptions);
+    }
+    EXPECT_EQ(sink.usage().routing_rank >= 0, bias_epochs_ && sink.admissions() == 1);
     bool whole = status.ok() && !item.interfered;
     if (whole) {
       ++totals_.completed;
@@ -256,7 +266,7 @@ class Schedule {
     const int32_t pool = static_cast<int32_t>(harness_.config.pool_tokens()) + 1;
     for (int32_t choice = 0; choice < handle.choices; ++choice) {
       RollingConstraint constraint;
-      ExpectedChoice expected = ExpectedTokens(harness_.model, handle.prompt, handle.sampling, choice,
+      ExpectedChoice expected = ExpectedTokens(harness_.ModelOf(handle), handle.prompt, handle.sampling, choice,
                                                harness_.config.eos_token_ids, item.constrained ? &constraint : nullptr);
       const testing::RecordingSink::Choice got = sink.choice(choice);
       const size_t most = static_cast<size_t>(pool) - handle.prompt.size();
@@ -278,7 +288,7 @@ class Schedule {
     }
     if (handle.choices > 1) ++totals_.forks;
     if (handle.sampling.prompt_logprobs) {
-      const std::vector<float> expected = ExpectedPromptLogprobs(harness_.model, handle.prompt);
+      const std::vector<float> expected = ExpectedPromptLogprobs(harness_.ModelOf(handle), handle.prompt);
       const std::vector<float> got = sink.prompt_logprobs();
       ASSERT_LE(got.size(), expected.size());
       if (whole) {
@@ -290,6 +300,7 @@ class Schedule {
 
   std::mt19937_64 random_;
   Totals& totals_;
+  const bool bias_epochs_;
   int32_t longest_ = 0;
   double cancel_share_ = 0;
   double arrival_share_ = 0;
@@ -333,9 +344,10 @@ void RunSchedules(bool plan_ahead) {
   std::signal(SIGABRT, before);
   std::printf(
       "requests %lu completed %lu cut %lu failed %lu preemptions %lu (in prefill %lu) hits %lu forks %lu steps %lu "
-      "(planned ahead %lu) verified %lu\n",
+      "(planned ahead %lu) verified %lu; under a bias %lu, hits %lu, preemptions %lu\n",
       totals.requests, totals.completed, totals.cut, totals.failed, totals.preemptions, totals.prefill_preemptions,
-      totals.hits, totals.forks, totals.steps, totals.steps_ahead, totals.verified);
+      totals.hits, totals.forks, totals.steps, totals.steps_ahead, totals.verified, totals.biased, totals.biased_hits,
+      totals.biased_preemptions);
   if (only > 0 || schedules < 1000) return;
   // The schedules reach what they are meant to reach.
   EXPECT_GT(totals.preemptions, schedules / 4);
@@ -345,6 +357,9 @@ void RunSchedules(bool plan_ahead) {
   EXPECT_GT(totals.failed, 0u);
   EXPECT_GT(totals.forks, schedules / 10);
   EXPECT_GT(totals.verified, 0u);
+  EXPECT_GT(totals.biased, schedules / 4);
+  EXPECT_GT(totals.biased_hits, schedules / 400);
+  EXPECT_GT(totals.biased_preemptions, schedules / 100);
   if (plan_ahead) {
     EXPECT_GT(totals.steps_ahead, totals.steps / 3);
   }

@@ -103,13 +103,33 @@ absl::Status HashModelRunner::Run(const StepPlan& plan, StepResult* result) {
   result->ranks.resize(ranks_.size());
   for (size_t r = 0; r < ranks_.size(); ++r) {
     CheckPlan(plan.ranks[r]);
-    RunRank(plan.ranks[r], &ranks_[r], &result->ranks[r]);
+    RunRank(plan.ranks[r], static_cast<int32_t>(r), &ranks_[r], &result->ranks[r]);
   }
   ++steps;
   return absl::OkStatus();
 }
 
-void HashModelRunner::RunRank(const RankPlan& plan, Memory* memory, RankResult* result) {
+HashModel HashModelRunner::UnderEpoch(const HashModel& model, int32_t rank, uint64_t epoch) {
+  if (epoch == 0) return model;  // no bias, whoever's
+  return HashModel(model.vocab_size(), 1 + 1000 * epoch + static_cast<uint64_t>(rank));
+}
+
+void HashModelRunner::RunRank(const RankPlan& plan, int32_t rank, Memory* memory, RankResult* result) {
+  K3_CHECK(plan.epoch_slot.size() == (config_.bias_epochs ? plan.context.size() : 0));
+  for (const EpochUpload& upload : plan.epoch_uploads) {
+    K3_CHECK(upload.slot > 0 && upload.slot < kEpochSlots && upload.number <= memory->newest_epoch);
+    memory->epochs[upload.slot] = upload.number;
+  }
+  result->routing.updated = 0;
+  if (config_.bias_epochs && steps % 16 == 3) {
+    // A new one after some steps, now and then none.
+    const bool none = steps % 80 == 67;
+    if (!none) ++memory->newest_epoch;
+    result->routing.updated = 1;
+    result->routing.groups = 1;
+    result->routing.load = {static_cast<uint32_t>(plan.tokens.size())};
+    result->routing.newest_epoch = none ? 0 : memory->newest_epoch;
+  }
   const auto slot = [memory](StateSlot id) -> HashState& { return memory->slots[static_cast<size_t>(id.value)]; };
   for (StateSlot id : plan.zero_slots) slot(id) = HashState{};
   for (const StateCopy& copy : plan.state_copies) slot(copy.to) = slot(copy.from);
@@ -117,10 +137,15 @@ void HashModelRunner::RunRank(const RankPlan& plan, Memory* memory, RankResult* 
     const uint64_t* from = memory->lines.data() + int64_t{copy.from.value} * config_.page_size;
     std::copy(from, from + config_.page_size, memory->lines.data() + int64_t{copy.to.value} * config_.page_size);
   }
+  const auto model_of = [&](size_t sequence) {
+    return UnderEpoch(model_, rank,
+                      config_.bias_epochs ? memory->epochs[static_cast<size_t>(plan.epoch_slot[sequence])] : 0);
+  };
   outputs_.resize(plan.tokens.size());
   size_t next_snapshot = 0;
   for (size_t s = 0; s < plan.context.size(); ++s) {
     HashState& state = memory->slots[static_cast<size_t>(plan.state_slot[s])];
+    const HashModel model = model_of(s);
     const int32_t* pages = plan.page_table.data() + s * static_cast<size_t>(plan.page_table_stride);
     const auto line = [&](int32_t position) -> uint64_t& {
       return memory
@@ -130,17 +155,17 @@ void HashModelRunner::RunRank(const RankPlan& plan, Memory* memory, RankResult* 
     for (int32_t row = plan.token_begin[s]; row < plan.token_begin[s + 1]; ++row) {
       const int32_t token = plan.tokens[static_cast<size_t>(row)];
       const int32_t position = plan.position[static_cast<size_t>(row)];
-      line(position) = model_.Line(state, token);
-      model_.Advance(&state, token);
+      line(position) = model.Line(state, token);
+      model.Advance(&state, token);
       uint64_t attention = 0;
       bool poisoned = false;
       for (int32_t past = 0; past <= position; ++past) {
         poisoned |= line(past) == kPoison;
-        attention += model_.Attend(line(past), token);
+        attention += model.Attend(line(past), token);
       }
       // A real model's later layers would carry it into the state.
       if (poisoned) state.fold = kPoison;
-      outputs_[static_cast<size_t>(row)] = model_.Output(state, attention);
+      outputs_[static_cast<size_t>(row)] = model.Output(state, attention);
       while (next_snapshot < plan.snapshots.size() && plan.snapshots[next_snapshot].row == row) {
         slot(plan.snapshots[next_snapshot++].slot) = state;
       }
@@ -157,7 +182,8 @@ void HashModelRunner::RunRank(const RankPlan& plan, Memory* memory, RankResult* 
   result->top_logprobs.assign(rows * stride, 0);
   for (size_t r = 0; r < rows; ++r) {
     const SampleRow& row = plan.sample_rows[r];
-    model_.Logits(outputs_[static_cast<size_t>(plan.logits_row[r])], &logits_);
+    const size_t token = static_cast<size_t>(plan.logits_row[r]);
+    model_of(static_cast<size_t>(plan.sequence_of_token[token])).Logits(outputs_[token], &logits_);
     const std::span<const LogitEdit> edits =
         std::span(plan.logit_edits)
             .subspan(static_cast<size_t>(row.edit_begin), static_cast<size_t>(row.edit_end - row.edit_begin));

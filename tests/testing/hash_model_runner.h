@@ -23,6 +23,8 @@ class HashModelRunner : public StepRunner {
   // Fills with 0xFF.
   void PoisonSlot(int32_t rank, StateSlot slot);
   void PoisonPage(int32_t rank, PageId page);
+  // The model that stands for one computed under a bias epoch of a rank's routers: nothing of another one may be met.
+  static HashModel UnderEpoch(const HashModel& model, int32_t rank, uint64_t epoch);
   HashState& Slot(int32_t rank, StateSlot slot) {
     return ranks_[static_cast<size_t>(rank)].slots[static_cast<size_t>(slot.value)];
   }
@@ -37,10 +39,12 @@ class HashModelRunner : public StepRunner {
   struct Memory {
     std::vector<HashState> slots;
     std::vector<uint64_t> lines;  // [pages, page_size]
+    uint64_t epochs[kEpochSlots] = {};
+    uint64_t newest_epoch = 0;
   };
 
   void CheckPlan(const RankPlan& plan) const;
-  void RunRank(const RankPlan& plan, Memory* memory, RankResult* result);
+  void RunRank(const RankPlan& plan, int32_t rank, Memory* memory, RankResult* result);
 
   HashModel model_;
   EngineConfig config_;

@@ -170,11 +170,17 @@ int32_t SchedulerHarness::PlannedTokens(const Handle& handle) const {
   return planned;
 }
 
+HashModel SchedulerHarness::ModelOf(const Handle& handle) const {
+  const RequestUsage usage = handle.sink->usage();
+  return HashModelRunner::UnderEpoch(model, usage.routing_rank, usage.routing_epoch);
+}
+
 void SchedulerHarness::ExpectAlone(const Handle& handle) const {
   ASSERT_TRUE(handle.sink->done());
   EXPECT_TRUE(handle.sink->status().ok()) << handle.sink->status().ToString();
   for (int32_t choice = 0; choice < handle.choices; ++choice) {
-    const ExpectedChoice expected = ExpectedTokens(model, handle.prompt, handle.sampling, choice, config.eos_token_ids);
+    const ExpectedChoice expected =
+        ExpectedTokens(ModelOf(handle), handle.prompt, handle.sampling, choice, config.eos_token_ids);
     const RecordingSink::Choice got = handle.sink->choice(choice);
     EXPECT_EQ(got.tokens, expected.tokens) << "request " << handle.id << " choice " << choice;
     EXPECT_EQ(got.reason, expected.reason) << "request " << handle.id << " choice " << choice;

@@ -46,6 +46,8 @@ class SchedulerHarness {
   // The running sequence of a request's choice, for looking inside; null when it is not running in the last plan.
   int32_t PlannedTokens(const Handle& handle) const;
 
+  // What a request's answer must be that of: the model under the bias epoch that its usage names.
+  HashModel ModelOf(const Handle& handle) const;
   // Tokens and finish reason of every choice against the model alone; only for requests that ended by themselves.
   void ExpectAlone(const Handle& handle) const;
   // Everything is given back: nothing runs or waits, no live slot and no page is used.

@@ -104,6 +104,8 @@ TEST_F(PrefixCacheTest, EqualHashesDoNotMakeEqualPages) {
   EXPECT_FALSE(cache_.Find({}, "", 42, Page('c')).valid());
   EXPECT_FALSE(cache_.Find({}, "other", 42, Page('a')).valid());
   EXPECT_FALSE(cache_.Find({0}, "", 42, Page('b')).valid());
+  // Even where hashes meet, what was computed under another bias epoch is another node.
+  EXPECT_FALSE(cache_.Find({}, "", 42, Page('a'), /*epoch=*/7).valid());
   std::vector<int32_t> removed;
   cache_.RemoveSubtree({0}, [&](const PrefixCache::Evicted& gone) { removed.push_back(gone.page.value); });
   EXPECT_EQ(cache_.Find({}, "", 42, Page('b')), PageId{1});

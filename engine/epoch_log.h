@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+#include <fstream>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "engine/quantile_control.h"
+
+namespace k3 {
+
+// The bias epochs of a server as text, one a line, bit for bit: with it an answer can be computed again. Thread-safe.
+//
+//   rank 0 epoch 3 layers 92 groups 16 delta <8 hexadecimal digits a value>
+class EpochLog {
+ public:
+  // Begins a new file.
+  static absl::StatusOr<std::unique_ptr<EpochLog>> Open(const std::string& path);
+  // An epoch that requests of data-parallel rank `rank` are routed by from now on.
+  void Append(int32_t rank, const BiasEpoch& epoch);
+
+  // The epoch of a log; NOT_FOUND when it is not there, DATA_LOSS with the line when a line is damaged.
+  static absl::StatusOr<BiasEpoch> Find(const std::string& path, int32_t rank, uint64_t number);
+
+ private:
+  explicit EpochLog(std::ofstream file) : file_(std::move(file)) {}
+  std::mutex mutex_;
+  std::ofstream file_;
+};
+
+}  // namespace k3
