@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -57,6 +58,17 @@ std::string FolderName(const std::string& dir) {
   std::filesystem::path path = std::filesystem::path(dir).lexically_normal();
   if (path.filename().empty()) path = path.parent_path();
   return path.filename().string();
+}
+
+// What all processes must agree on about the choice of experts.
+std::string RoutingText(const ServerConfig& config) {
+  const std::optional<BalanceOptions> balance = MakeBalanceOptions(config);
+  if (!balance.has_value()) return "exact";
+  const QuantileOptions& control = balance->control;
+  return absl::StrCat(config.moe_routing, " over ", balance->groups, " with ", control.kappa, " ", control.window, " ",
+                      control.update_steps, " ", control.decay_shift, " ", control.eta, " ", control.max_delta, " ",
+                      control.epoch_updates, " ", control.guards ? "guards" : "no guards", " cap ",
+                      balance->soft_cap.value_or(0), " ", balance->soft_cap_tau, " ", config.routing_replay);
 }
 
 uint64_t LayoutTag(const ServedModel& served, const CacheGeometry& geometry) {
@@ -121,14 +133,40 @@ std::unique_ptr<EngineHost> EngineHost::Load(const ServerConfig& config, const s
   return nullptr;
 }
 
+absl::Status EngineHost::OpenBalance(const ServerConfig& config) {
+  balance_ = MakeBalanceOptions(config);
+  if (!balance_.has_value()) return absl::OkStatus();
+  if (!config.routing_replay.empty()) {
+    const std::string& text = config.routing_replay;
+    const size_t colon = text.rfind(':');
+    const size_t dot = text.rfind('.');
+    int32_t rank = -1;
+    uint64_t number = 0;
+    if (colon == std::string::npos || dot == std::string::npos || dot < colon ||
+        !absl::SimpleAtoi(text.substr(colon + 1, dot - colon - 1), &rank) ||
+        !absl::SimpleAtoi(text.substr(dot + 1), &number) || rank < 0 || number == 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--routing-replay must be FILE:RANK.EPOCH, e.g. epochs.log:0.17, not \"", text, "\""));
+    }
+    auto epoch = EpochLog::Find(text.substr(0, colon), rank, number);
+    if (!epoch.ok()) return absl::InvalidArgumentError(std::string(epoch.status().message()));
+    balance_->fixed = std::make_shared<BiasEpoch>(*std::move(epoch));
+  }
+  if (!config.routing_log.empty()) {
+    // Every process logs what its own ranks make.
+    const int process = config.place.process;
+    auto log = EpochLog::Open(process == 0 ? config.routing_log : absl::StrCat(config.routing_log, ".", process));
+    if (!log.ok()) return log.status();
+    epoch_log_ = *std::move(log);
+    balance_->log = epoch_log_.get();
+  }
+  return absl::OkStatus();
+}
+
 absl::Status EngineHost::OpenDevice(const ServerConfig& config) {
   const bool is_cpu = config.device == "cpu" || (config.device == "auto" && CudaDeviceCount() == 0);
   if (const absl::Status status = CheckDeviceConflicts(config, is_cpu); !status.ok()) return status;
-  // A setting that would change nothing must not look as if it did.
-  if (config.moe_routing != "exact") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--moe-routing ", config.moe_routing, ": this build routes exactly only"));
-  }
+  if (const absl::Status status = OpenBalance(config); !status.ok()) return status;
   const ProcessPlace& place = config.place;
   RankGroup::Options options;
   options.layout.tensor = static_cast<int32_t>(config.tensor_parallel_size);
@@ -142,10 +180,10 @@ absl::Status EngineHost::OpenDevice(const ServerConfig& config) {
   }
   options.first_rank = place.process * options.local_ranks;
   if (place.processes > 1) {
-    const std::string agreement =
-        absl::StrCat("k3serve ", kVersion, " ", kCommit, ", ", FolderName(config.model_dir), ", ",
-                     config.tensor_parallel_size, "x", config.data_parallel_size, " ranks on ", is_cpu ? "cpu" : "cuda",
-                     ", ", config.expert_transport, ", pages of ", config.page_size, " tokens");
+    const std::string agreement = absl::StrCat(
+        "k3serve ", kVersion, " ", kCommit, ", ", FolderName(config.model_dir), ", ", config.tensor_parallel_size, "x",
+        config.data_parallel_size, " ranks on ", is_cpu ? "cpu" : "cuda", ", ", config.expert_transport, ", pages of ",
+        config.page_size, " tokens, routing ", RoutingText(config));
     auto joined = ProcessGroup::Join(place, agreement, kJoinPatience);
     if (!joined.ok()) throw DeviceError(std::string(joined.status().message()));
     processes_ = *std::move(joined);
@@ -203,6 +241,15 @@ absl::Status EngineHost::LoadModel(const ServerConfig& config, const std::functi
   if (!model_config.ok()) return model_config.status();
   model_config->latent_norm_eps = static_cast<float>(config.latent_norm_eps);
   model_config->biased_router_weights = config.kl_router_weights == "biased";
+
+  if (balance_.has_value()) {
+    const int32_t ranks = ranks_->layout().ranks();
+    if (absl::Status status = ExpertBalance::Check(*model_config, *balance_, ranks, ranks_->ops().is_cpu());
+        !status.ok()) {
+      failure->exit_code = kExitUsage;
+      return status;
+    }
+  }
 
   // The small files first: a missing tokenizer must not be found out after minutes of loading.
   served_ = std::make_shared<ServedModel>();
@@ -294,6 +341,7 @@ absl::Status EngineHost::StartEngine(const ServerConfig& config, EngineObserver*
   const bool is_cpu = ranks_->ops().is_cpu();
   if (!is_cpu) options.decode_sizes = Executor::DecodeSizes(plan.bounds.sequences);
   options.profile = profile_;
+  options.balance = balance_;
   options.on_profile = [this](const ProfiledOps& profile) {
     const ProfiledOps::Table table = profile.Result();
     spdlog::info("profile: {}", table.Text());
@@ -345,6 +393,8 @@ absl::Status EngineHost::StartEngine(const ServerConfig& config, EngineObserver*
   engine.snapshot_interval = static_cast<int32_t>(config.snapshot_interval);
   engine.layout_tag = LayoutTag(*served_, plan.geometry);
   engine.verify_hits = config.verify_hits;
+  engine.bias_epochs = balance_.has_value() && balance_->adaptive;
+  if (engine.bias_epochs && balance_->fixed != nullptr) engine.first_epoch = balance_->fixed->number;
   failure->exit_code = kExitUsage;
   absl::StatusOr<std::unique_ptr<Engine>> started = Engine::Create(std::move(engine), runner, observer);
   if (!started.ok()) return started.status();

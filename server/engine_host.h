@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "engine/engine.h"
@@ -46,6 +47,8 @@ class EngineHost {
   EngineHost() = default;
 
   absl::Status OpenDevice(const ServerConfig& config);
+  // Fills in balance_: what the flags say, with its files.
+  absl::Status OpenBalance(const ServerConfig& config);
   absl::Status LoadModel(const ServerConfig& config, const std::function<void(double)>& progress, Failure* failure);
   // Fills in plan_; RESOURCE_EXHAUSTED when it does not fit.
   absl::Status Plan(const ModelConfig& model_config, const MemoryRequest& request, Failure* failure);
@@ -60,6 +63,8 @@ class EngineHost {
 
   mutable std::mutex lost_mutex_;
   std::string lost_;  // guarded by lost_mutex_
+  std::unique_ptr<EpochLog> epoch_log_;
+  std::optional<BalanceOptions> balance_;  // of experts; none: chosen exactly and not counted
   std::unique_ptr<RankGroup> ranks_;
   std::unique_ptr<ProcessGroup> processes_;        // of several processes
   std::unique_ptr<ProcessRunner> process_runner_;  // of the leader among several

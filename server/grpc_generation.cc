@@ -42,6 +42,9 @@ void AddUsageTrailers(grpc::CallbackServerContext* context, const RequestUsage& 
   context->AddTrailingMetadata("k3serve-prompt-tokens", absl::StrCat(usage.prompt_tokens));
   context->AddTrailingMetadata("k3serve-cached-tokens", absl::StrCat(usage.cached_tokens));
   context->AddTrailingMetadata("k3serve-completion-tokens", absl::StrCat(usage.completion_tokens));
+  if (usage.routing_rank >= 0) {
+    context->AddTrailingMetadata("k3serve-routing-epoch", absl::StrCat(usage.routing_rank, ".", usage.routing_epoch));
+  }
 }
 
 class StreamCall final : public GrpcGenerationCall, public grpc::ServerWriteReactor<pb::StreamGenerateResponse> {

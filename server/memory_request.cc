@@ -33,7 +33,26 @@ MemoryRequest MakeMemoryRequest(const ServerConfig& config, bool is_cpu, uint64_
   request.max_model_len = config.max_model_len;
   request.max_num_batched_tokens = config.max_num_batched_tokens;
   request.prefix_caching = config.enable_prefix_caching;
+  request.balance = MakeBalanceOptions(config);
   return request;
+}
+
+std::optional<BalanceOptions> MakeBalanceOptions(const ServerConfig& config) {
+  BalanceOptions options;
+  options.adaptive = config.moe_routing == "local-quantile";
+  if (!options.adaptive && !config.measure_routing) return std::nullopt;
+  options.groups = static_cast<int32_t>(config.routing_virtual_ranks.value_or(0));
+  options.control.kappa = config.routing_kappa;
+  options.control.window = config.routing_window;
+  options.control.update_steps = static_cast<int32_t>(config.routing_update_steps);
+  options.control.decay_shift = static_cast<int32_t>(config.routing_decay);
+  options.control.eta = config.routing_eta.value_or(config.routing_decay >= 3 ? 0.5 : 1.0);
+  options.control.max_delta = config.routing_max_bias;
+  options.control.epoch_updates = static_cast<int32_t>(config.routing_epoch_updates);
+  options.control.guards = config.routing_guards;
+  options.soft_cap = config.routing_soft_cap;
+  options.soft_cap_tau = config.routing_soft_cap_tau;
+  return options;
 }
 
 }  // namespace k3

@@ -184,10 +184,7 @@ Metrics::Metrics(Options options)
       collective_seconds_(CounterFamily(registry_, "collective_seconds_total",
                                         "Time in collectives by kind, over this process's ranks; of GPUs the first's "
                                         "alone, and only of steps under --profile-steps")),
-      expert_load_(GaugeFamily(registry_, "expert_load_max_over_mean",
-                               "Tokens of the busiest expert over the mean, by group of layers")),
-      routing_override_ratio_(
-          GaugeFamily(registry_, "routing_override_ratio", "Share of expert choices changed by the balance rule")) {
+      routing_(registry_) {
   Family<Counter>& finished =
       CounterFamily(registry_, "requests_finished_total", "Accepted requests by how they ended");
   for (int i = 0; i < kNumOutcomes; ++i) {
@@ -263,12 +260,6 @@ void Metrics::ReadCollectives() {
   }
 }
 
-void Metrics::OnExpertLoad(const std::string& layer_group, double max_over_mean) {
-  expert_load_.Add({{"layer_group", layer_group}}).Set(max_over_mean);
-}
-
-void Metrics::OnRoutingOverrides(double ratio) { routing_override_ratio_.Add({}).Set(ratio); }
-
 void Metrics::SetSpans(uint64_t exported, uint64_t dropped) {
   Advance(spans_exported_, static_cast<uint64_t>(spans_exported_.Value()), exported);
   Advance(spans_dropped_, static_cast<uint64_t>(spans_dropped_.Value()), dropped);
@@ -305,6 +296,7 @@ void Metrics::ReadEngine() {
   Advance(nonfinite_rows_, last_load_.nonfinite_rows, load.nonfinite_rows);
   Advance(verified_hits_, last_load_.verified_hits, load.verified_hits);
   Advance(hit_disagreements_, last_load_.hit_disagreements, load.hit_disagreements);
+  routing_.Set(load.routing);
   last_load_ = load;
 }
 

@@ -19,6 +19,7 @@
 #include "engine/engine_observer.h"
 #include "engine/request.h"
 #include "kernels/comm/collective.h"
+#include "server/routing_metrics.h"
 
 namespace k3 {
 
@@ -90,10 +91,6 @@ class Metrics : public EngineObserver {
   void OnStep(const StepStats& stats) override;
   // Prompt tokens that steps have computed so far, for rates: the engine's own total counts them on arrival.
   uint64_t prefill_tokens() const { return static_cast<uint64_t>(prefill_tokens_.Value()); }
-  // Busiest expert over the mean of all experts of a group of layers, over the steps since the last call.
-  void OnExpertLoad(const std::string& layer_group, double max_over_mean);
-  // Share of expert choices in which the balance rule replaced the router's own choice.
-  void OnRoutingOverrides(double ratio);
 
   // Totals of the trace export.
   void SetSpans(uint64_t exported, uint64_t dropped);
@@ -167,8 +164,7 @@ class Metrics : public EngineObserver {
   prometheus::Family<prometheus::Counter>& collective_calls_;
   prometheus::Family<prometheus::Counter>& collective_bytes_;
   prometheus::Family<prometheus::Counter>& collective_seconds_;
-  prometheus::Family<prometheus::Gauge>& expert_load_;
-  prometheus::Family<prometheus::Gauge>& routing_override_ratio_;
+  RoutingMetrics routing_;
 
   std::mutex mutex_;  // guards the members below and makes a Render one picture
   std::function<EngineLoad()> load_;

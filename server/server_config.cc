@@ -92,6 +92,66 @@ absl::Status CheckServing(const FlagSet& flags, const ServerConfig& config) {
   return absl::OkStatus();
 }
 
+void AddRoutingFlags(FlagSet& flags, ServerConfig& config) {
+  flags.Group("Balance of experts");
+  flags.Bool("measure-routing", &config.measure_routing, "count the choices of each rank's experts, for metrics");
+  flags.Int("routing-virtual-ranks", &config.routing_virtual_ranks, {2, 4096},
+            "balance or count over so many ranks (default: those of the layout)");
+  flags.Number("routing-kappa", &config.routing_kappa, {1.02, 1.15},
+               "more than so many times its share makes a rank less likely");
+  flags.Number("routing-window", &config.routing_window, {1, 8},
+               "what updates look back on, times 1024 choices of a rank with its fair share");
+  flags.Int("routing-update-steps", &config.routing_update_steps, {1, 16},
+            "decode steps between updates; a step with a prompt is followed by one");
+  flags.Int("routing-decay", &config.routing_decay, {2, 4}, "each update forgets a share of 2^-N");
+  flags.Number("routing-eta", &config.routing_eta, {0.25, 1},
+               "share of the way to its target that a bias goes (default: 1, from decay 3 on 0.5)");
+  flags.Number("routing-max-bias", &config.routing_max_bias, {0.001, 0.2}, "largest bias of a rank");
+  flags.Int("routing-epoch-updates", &config.routing_epoch_updates, {1, 1 << 20},
+            "updates that a bias epoch stays current; each has a prefix cache of its own");
+  flags.Bool("routing-guards", &config.routing_guards, "hold back where too many choices change or a bias oscillates");
+  flags.Number("routing-soft-cap", &config.routing_soft_cap, {1, 4},
+               "replace what exceeds so many times a rank's share of a step, e.g. 1.1; answers then depend on what "
+               "else runs (default: off)");
+  flags.Number("routing-soft-cap-tau", &config.routing_soft_cap_tau, {0, 0.2},
+               "how far below the cutoff a replacement may be");
+  flags.String("routing-log", &config.routing_log, "FILE", "write the bias epochs that requests were routed by");
+  flags.String("routing-replay", &config.routing_replay, "FILE:RANK.EPOCH",
+               "route everything by a recorded epoch, for good");
+}
+
+// A setting that would change nothing must not look as if it did.
+absl::Status CheckRoutingFlags(const FlagSet& flags, const ServerConfig& config) {
+  const bool adaptive = config.moe_routing == "local-quantile";
+  for (const char* name : {"routing-kappa", "routing-window", "routing-update-steps", "routing-decay", "routing-eta",
+                           "routing-max-bias", "routing-epoch-updates", "routing-guards", "routing-soft-cap",
+                           "routing-soft-cap-tau", "routing-log", "routing-replay"}) {
+    if (!adaptive && flags.IsSet(name)) return Conflict(flags, name, "moe-routing", "experts are chosen exactly");
+  }
+  if (!adaptive && config.routing_virtual_ranks.has_value() && !config.measure_routing) {
+    return Conflict(flags, "routing-virtual-ranks", "moe-routing", "nothing is counted without --measure-routing");
+  }
+  if (flags.IsSet("routing-soft-cap-tau") && !config.routing_soft_cap.has_value()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(flags.Describe("routing-soft-cap-tau"), " needs --routing-soft-cap"));
+  }
+  if (config.routing_soft_cap.has_value()) {
+    if (config.verify_hits > 0) {
+      return Conflict(flags, "routing-soft-cap", "verify-hits", "with a cap an answer depends on what else runs");
+    }
+    if (config.batch_invariant) {
+      return Conflict(flags, "routing-soft-cap", "batch-invariant", "with a cap an answer depends on what else runs");
+    }
+  }
+  if (adaptive && config.tensor_parallel_size * config.data_parallel_size == 1 &&
+      !config.routing_virtual_ranks.has_value()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(flags.Describe("moe-routing"),
+                     " balances ranks, and there is only one (--routing-virtual-ranks tries it all the same)"));
+  }
+  return absl::OkStatus();
+}
+
 // The whole flag table of `serve` with the variables it is bound to.
 struct ServeFlags {
   ServeFlags() {
@@ -134,7 +194,8 @@ void AddLayoutFlags(FlagSet& flags, ServerConfig& config, std::string* gpus) {
                "chose its experts");
   flags.Int("rank-timeout", &config.rank_timeout, {1, 86400},
             "several ranks: seconds after which a step that does not end ends the server");
-  flags.Choice("moe-routing", &config.moe_routing, {"exact", "local-quantile"}, "how experts are chosen");
+  flags.Choice("moe-routing", &config.moe_routing, {"exact", "local-quantile"},
+               "how experts are chosen: by the router alone, or so that ranks are busy alike");
   flags.Choice("compute-dtype", &config.compute_dtype, {"auto", "bf16", "fp32"}, "arithmetic of activations");
   flags.Choice("kv-cache-dtype", &config.kv_cache_dtype, {"auto", "bf16", "fp32"}, "latent pages");
   flags.Choice("kda-state-dtype", &config.kda_state_dtype, {"fp32", "bf16"}, "recurrent states");
@@ -164,6 +225,8 @@ void AddLayoutFlags(FlagSet& flags, ServerConfig& config, std::string* gpus) {
   flags.Bool("enable-prefix-caching", &config.enable_prefix_caching, "reuse the pages and states of equal prefixes");
   flags.Int("snapshot-interval", &config.snapshot_interval, {1, 1 << 24}, "tokens between cached states of a prompt");
   flags.Number("verify-hits", &config.verify_hits, {0, 1}, "share of cache hits that are recomputed and compared");
+
+  AddRoutingFlags(flags, config);
 }
 
 absl::Status FinishLayoutFlags(const FlagSet& flags, const std::string& gpus, ServerConfig& config) {
@@ -195,6 +258,7 @@ absl::Status FinishLayoutFlags(const FlagSet& flags, const std::string& gpus, Se
                      "--data-parallel-size is ", all_ranks,
                      config.place.processes > 1 ? absl::StrCat(", ", ranks, " of them in this process") : ""));
   }
+  if (const absl::Status status = CheckRoutingFlags(flags, config); !status.ok()) return status;
   if (config.device == "cpu") {
     const absl::Status status = CheckDeviceConflicts(config, /*is_cpu=*/true);
     if (!status.ok()) return status;

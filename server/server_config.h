@@ -49,8 +49,22 @@ struct ServerConfig {
   int64_t data_parallel_size = 1;
   std::string expert_transport = "all-gather";
   std::string moe_routing = "exact";
-  ProcessPlace place;         // from the launcher's variables, not a flag
-  int64_t rank_timeout = 60;  // seconds
+  bool measure_routing = false;
+  std::optional<int64_t> routing_virtual_ranks;
+  double routing_kappa = 1.05;
+  double routing_window = 1;
+  int64_t routing_update_steps = 4;
+  int64_t routing_decay = 2;
+  std::optional<double> routing_eta;
+  double routing_max_bias = 0.10;
+  int64_t routing_epoch_updates = 1;
+  bool routing_guards = true;
+  std::optional<double> routing_soft_cap;
+  double routing_soft_cap_tau = 0.03;
+  std::string routing_log;
+  std::string routing_replay;  // FILE:RANK.EPOCH
+  ProcessPlace place;          // from the launcher's variables, not a flag
+  int64_t rank_timeout = 60;   // seconds
   std::string kda_state_dtype = "fp32";
   std::string kv_cache_dtype = "auto";
   std::string compute_dtype = "auto";

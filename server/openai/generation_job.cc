@@ -123,6 +123,8 @@ void GenerationJob::ReadEvents(size_t index) {
       usage_.prompt_tokens += finished->usage.prompt_tokens;
       usage_.completion_tokens += finished->usage.completion_tokens;
       usage_.cached_tokens += finished->usage.cached_tokens;
+      usage_.routing_rank = finished->usage.routing_rank;  // of several prompts the last one's
+      usage_.routing_epoch = finished->usage.routing_epoch;
       if (finished->status.ok()) {
         writer_->OnFinished(number, std::move(*finished), &out_);
       } else {
@@ -247,10 +249,13 @@ void GenerationJob::Log(int status) const {
   const RequestUsage usage = UsageSoFar();
   spdlog::info(
       "http request={} route={} status={} stream={} prompt_tokens={} cached_tokens={} completion_tokens={} "
-      "seconds={:.3f}{}",
+      "seconds={:.3f}{}{}",
       request_id_, reply_.route == OpenAiRoute::kChat ? "chat" : "completions", status, reply_.stream,
       usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens,
-      std::chrono::duration<double>(Clock::now() - arrival_).count(), trace_.LogField());
+      std::chrono::duration<double>(Clock::now() - arrival_).count(),
+      usage.routing_rank >= 0 ? absl::StrCat(" routing_epoch=", usage.routing_rank, ".", usage.routing_epoch)
+                              : std::string(),
+      trace_.LogField());
 }
 
 }  // namespace k3

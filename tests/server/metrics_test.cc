@@ -256,12 +256,29 @@ TEST(MetricsTest, VllmAliasesAreAddedOnDemand) {
 TEST(MetricsTest, ExpertBalanceAppearsOnceTold) {
   Metrics metrics(Named());
   EXPECT_EQ(Page(metrics).families().count("k3serve_expert_load_max_over_mean"), 0u);
-  metrics.OnExpertLoad("0-15", 1.5);
-  metrics.OnExpertLoad("0-15", 1.25);
-  metrics.OnRoutingOverrides(0.125);
+  EngineLoad load;
+  metrics.WatchEngine([&load] { return load; }, EngineLimits());
+  EXPECT_EQ(Page(metrics).families().count("k3serve_expert_load_max_over_mean"), 0u);
+  load.routing.updates = 3;
+  load.routing.layer_groups = 2;
+  load.routing.last_layer[0] = 15;
+  load.routing.first_layer[1] = 16;
+  load.routing.last_layer[1] = 30;
+  load.routing.max_over_mean[0] = 1.5f;
+  load.routing.max_over_mean[1] = 1.0f;
+  load.routing.alarms = 2;
+  Page(metrics);
+  load.routing.max_over_mean[0] = 1.25f;
+  load.routing.override_share = 0.125;
+  load.routing.epoch = 17;
+  load.routing.alarms = 5;
   const PrometheusText page = Page(metrics);
   EXPECT_EQ(page.Value("k3serve_expert_load_max_over_mean", {{"layer_group", "0-15"}}), 1.25);
+  EXPECT_EQ(page.Value("k3serve_expert_load_max_over_mean", {{"layer_group", "16-30"}}), 1.0);
   EXPECT_EQ(page.Value("k3serve_routing_override_ratio"), 0.125);
+  EXPECT_EQ(page.Value("k3serve_routing_epoch"), 17);
+  EXPECT_EQ(page.Value("k3serve_routing_alarms_total"), 5);
+  EXPECT_EQ(page.Value("k3serve_routing_updates_total"), 3);
 }
 
 TEST(MetricsTest, CollectivesByKindAndByStep) {

@@ -100,6 +100,33 @@ TEST(ServerConfigTest, ConflictsAreErrors) {
   EXPECT_THAT(ErrorOf({"m", "--max-num-seqs", "9", "--state-slots", "8"}), HasSubstr("--max-num-seqs conflicts"));
 }
 
+// A setting of the balance of experts that would change nothing must not look as if it did.
+TEST(ServerConfigTest, BalanceOfExperts) {
+  EXPECT_THAT(ErrorOf({"m", "--routing-kappa", "1.1"}), HasSubstr("--routing-kappa conflicts with --moe-routing"));
+  EXPECT_THAT(ErrorOf({"m", "--routing-virtual-ranks", "8"}),
+              HasSubstr("nothing is counted without --measure-routing"));
+  EXPECT_THAT(ErrorOf({"m", "--moe-routing", "local-quantile"}), HasSubstr("there is only one"));
+  const std::vector<std::string> balanced = {"m", "--moe-routing", "local-quantile", "--data-parallel-size", "2"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), balanced.begin(), balanced.end());
+    return more;
+  };
+  EXPECT_THAT(ErrorOf(with({"--routing-kappa", "1.2"})), HasSubstr("--routing-kappa"));
+  EXPECT_THAT(ErrorOf(with({"--routing-decay", "1"})), HasSubstr("--routing-decay"));
+  EXPECT_THAT(ErrorOf(with({"--routing-window", "9"})), HasSubstr("--routing-window"));
+  EXPECT_THAT(ErrorOf(with({"--routing-max-bias", "0.3"})), HasSubstr("--routing-max-bias"));
+  EXPECT_THAT(ErrorOf(with({"--routing-soft-cap-tau", "0.1"})), HasSubstr("needs --routing-soft-cap"));
+  EXPECT_THAT(ErrorOf(with({"--routing-soft-cap", "1.1", "--verify-hits", "1"})),
+              HasSubstr("--routing-soft-cap conflicts with --verify-hits"));
+  EXPECT_THAT(ErrorOf(with({"--routing-soft-cap", "1.1", "--batch-invariant"})),
+              HasSubstr("--routing-soft-cap conflicts with --batch-invariant"));
+  const auto parsed = ParseServerCommandLine(with({"--routing-soft-cap", "1.1", "--routing-decay", "3"}), Env({}));
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_EQ(parsed->config.routing_soft_cap, 1.1);
+  EXPECT_EQ(parsed->config.routing_kappa, 1.05);
+  EXPECT_TRUE(ParseServerCommandLine({"m", "--measure-routing", "--routing-virtual-ranks", "8"}, Env({})).ok());
+}
+
 TEST(ServerConfigTest, PositionalArguments) {
   EXPECT_THAT(ErrorOf({}), HasSubstr("MODEL_DIR is missing"));
   EXPECT_THAT(ErrorOf({"a", "b"}), HasSubstr("one MODEL_DIR is served, not 2: a and b"));
@@ -153,6 +180,20 @@ TEST(ServerConfigTest, HelpNamesEveryFlag) {
                            "--tensor-parallel-size",
                            "--data-parallel-size",
                            "--moe-routing",
+                           "--[no-]measure-routing",
+                           "--routing-virtual-ranks",
+                           "--routing-kappa",
+                           "--routing-window",
+                           "--routing-update-steps",
+                           "--routing-decay",
+                           "--routing-eta",
+                           "--routing-max-bias",
+                           "--routing-epoch-updates",
+                           "--[no-]routing-guards",
+                           "--routing-soft-cap",
+                           "--routing-soft-cap-tau",
+                           "--routing-log",
+                           "--routing-replay",
                            "--max-queue",
                            "--request-timeout",
                            "--max-message-mib",
