@@ -1,12 +1,12 @@
 #!/bin/sh
 # What only two GPUs of one host can show: verify over both, equal bits of one and two expert ranks, the cost of reaching
 # experts, a model of the Kimi-Linear-48B shape over both, a long run under random load, and the end of a rank.
-#   scripts/two_gpus.sh BIN_DIR OUT_DIR [PART...]     parts: verify equal comm model soak kill; all when none is named
-# BIN_DIR holds k3serve and parallel_bench of a CUDA build. Results: OUT_DIR/two_gpus*.json and OUT_DIR/two_gpus.log.
+#   scripts/two_gpus.sh BIN_DIR OUT_DIR [PART...]     parts: verify equal comm skew model soak kill; all when none is named
+# BIN_DIR holds k3serve, parallel_bench and skew_bench of a CUDA build. Results: OUT_DIR/two_gpus*.json and OUT_DIR/two_gpus.log.
 set -u
 bin=$1 out=$2
 shift 2
-parts=${*:-verify equal comm kill model soak}
+parts=${*:-verify equal comm skew kill model soak}
 root=$(cd "$(dirname "$0")/.." && pwd)
 tiny=$root/configs/models/tiny-k3 golden=$root/tests/data/tiny-k3.safetensors
 linear=$root/tests/data/tiny-kimi-linear linear_golden=$root/tests/data/tiny-kimi-linear.safetensors
@@ -58,6 +58,10 @@ if wants equal; then
 fi
 
 wants comm && check comm "$bin/parallel_bench" --device cuda --only comm --json "$out/two_gpus_comm.json"
+
+# One rank's experts 1.4 times as popular: how much less the slowest rank works with local-quantile.
+wants skew && check skew "$bin/skew_bench" --device cuda --ranks 2 --model "$root/configs/models/kimi-linear-48b" --tokens 8192 \
+  --skew 1.4 --json "$out/two_gpus_skew.json"
 
 if wants kill; then
   # A process a GPU, as a launcher starts them; then one is killed.
