@@ -188,7 +188,7 @@ TEST(RoutingBalanceTest, SixteenRanksUnderAMildShiftAndNone) {
 TEST(RoutingBalanceTest, TheGuardHoldsOverridesDown) {
   const QuantileOptions guarded;
   RoutingWorld hard = Hard();
-  const Balance held = Simulate(hard, RoutingWorld::kShiftedMix, 16, &guarded, 12, 4);
+  const Balance held = Simulate(hard, RoutingWorld::kShiftedMix, 16, &guarded, 20, 3);
   Show("guarded, hard shift", held);
   EXPECT_GE(held.kept, 0.965);
   EXPECT_LT(held.max_over_mean, 1.36);
