@@ -97,6 +97,9 @@ class ForwardingOps : public Ops {
     inner_->GatedActivation(params, stream);
   }
   void RouterTopK(const RouterTopKParams& params, Stream stream) override { inner_->RouterTopK(params, stream); }
+  void RouterSoftCap(const RouterSoftCapParams& params, Stream stream) override {
+    inner_->RouterSoftCap(params, stream);
+  }
   void MoeExperts(const MoeExpertsParams& params, Stream stream) override { inner_->MoeExperts(params, stream); }
   void Sample(const SampleParams& params, Stream stream) override { inner_->Sample(params, stream); }
 
