@@ -95,7 +95,9 @@ class Exchange {
         workspace_(config_, {.tokens = rows, .sequences = 1, .logits_rows = 1, .context = kPageSize}, ops,
                    WorkspaceRanks::Of({.data = comm.size()}, transport)),
         cache_(config_, {.pages = 1, .page_size = kPageSize, .slots = 1}, ops),
-        context_{config_, ops, ops.stream(), batch_, workspace_, cache_, parallel_, nullptr, rows},
+        context_{
+            config_, ops, ops.stream(), batch_, workspace_, cache_, parallel_, /*probe=*/nullptr, /*balance=*/nullptr,
+            rows},
         rows_(rows) {
     std::mt19937 random(static_cast<uint32_t>(comm.rank()) + 1);
     std::vector<int32_t> ids;

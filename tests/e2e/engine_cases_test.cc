@@ -261,7 +261,7 @@ TEST(EngineCasesTest, B07WarmUpTouchesNoPageAndNoSlot) {
 
 // A step of other groups' sequences: what a row of the table held before must not be left to the padding.
 TEST(EngineCasesTest, B07PlanOfNoSequencesGivesThePaddingNoPage) {
-  const PaddedInputs inputs(4, 100);
+  const PaddedInputs inputs(4, 100, /*epochs=*/true);
   std::vector<char> block(4096, 1);
   const std::optional<size_t> bytes = inputs.Pack(RankPlan(), block.data(), block.size());
   ASSERT_TRUE(bytes.has_value());
@@ -271,6 +271,7 @@ TEST(EngineCasesTest, B07PlanOfNoSequencesGivesThePaddingNoPage) {
   for (int row = 0; row < 4; ++row) {
     EXPECT_EQ(in.packed_table[row], -1);
     EXPECT_EQ(in.batch.state_slot[row], -1);
+    EXPECT_EQ(in.batch.epoch_slot[row], 0);
   }
 }
 

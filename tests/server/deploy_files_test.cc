@@ -29,8 +29,10 @@ const char* NoEnvironment(const char*) { return nullptr; }
 
 std::set<std::string> OfferedSamples() {
   Metrics metrics(Metrics::Options{"v", "c", "m", /*vllm_aliases=*/true});
-  metrics.OnExpertLoad("0", 1);
-  metrics.OnRoutingOverrides(0);
+  EngineLoad load;
+  load.routing.updates = 1;
+  load.routing.layer_groups = 1;
+  metrics.WatchEngine([&load] { return load; }, EngineLimits());
   metrics.WatchCollectives([] { return CollectiveTotals(); });
   const auto page = testing::PrometheusText::Parse(metrics.Render());
   EXPECT_TRUE(page.ok()) << page.status();
