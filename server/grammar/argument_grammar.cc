@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "server/grammar/length_limits.h"
 #include "server/grammar/schema_check.h"
 #include "server/text/json_writer.h"
 #include "server/text/utf8.h"
@@ -252,12 +253,12 @@ class ArgumentGrammar {
     const JsonValue* least = schema.Find("minLength");
     const JsonValue* most = schema.Find("maxLength");
     if (least == nullptr && most == nullptr) return GrammarNode::Text();
-    const auto number = [](const JsonValue* value) {
-      return value == nullptr ? std::string() : std::to_string(static_cast<int64_t>(value->AsDouble()));
-    };
-    return GrammarNode::Of(
-        GrammarNode::Kind::kEbnf,
-        absl::StrCat("root ::= [^]{", least == nullptr ? "0" : number(least), ",", number(most), "}\n"));
+    LengthLimit limit;
+    limit.json = false;
+    if (least != nullptr) limit.least = static_cast<int32_t>(least->AsDouble());
+    if (most != nullptr) limit.most = static_cast<int32_t>(most->AsDouble());
+    return GrammarNode::Of(GrammarNode::Kind::kEbnf, absl::StrCat("root ::= ", limit.RuleName(), "\n", limit.RuleName(),
+                                                                  R"( ::= Regex("[\\x00-\\u{10ffff}]*"))", "\n"));
   }
 
   static Typed Exactly(const JsonValue& value) {

@@ -1,9 +1,13 @@
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <exception>
+#include <memory>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 
@@ -11,10 +15,14 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "server/grammar/grammar_engine.h"
+#include "server/grammar/length_limits.h"
 #include "server/text/json_parser.h"
 #include "server/text/json_value.h"
 #include "server/text/json_writer.h"
 #include "xgrammar/xgrammar.h"
+// The library's own headers, beside its public ones: where in the grammar an answer is, no public call tells.
+#include "earley_parser.h"
+#include "grammar_impl.h"
 
 // The grammar library's side: trees become its structural tags, its matchers become token constraints.
 namespace k3 {
@@ -27,14 +35,68 @@ constexpr int kProbeSteps = 48;
 // Control tokens take part by id only: in the vocabulary they begin with a byte that no text has.
 constexpr char kControlByte = '\xff';
 
+// The parser inside a matcher, whose first base it is.
+class ParserView : public xgrammar::EarleyParser {
+ public:
+  // What may come next, and how many positions the answer has: one a byte of text, one a control token.
+  static const auto& States(xgrammar::GrammarMatcher& matcher) {
+    return Parser(matcher)->*(&ParserView::scanable_state_history_);
+  }
+
+ private:
+  static xgrammar::EarleyParser* Parser(xgrammar::GrammarMatcher& matcher) {
+    return reinterpret_cast<xgrammar::EarleyParser*>(matcher.ImplPtr());
+  }
+};
+
+// A grammar with the strings that are counted beside it.
+struct Limited {
+  Limited(xgrammar::CompiledGrammar grammar_in, std::vector<int32_t> stop_ids_in,
+          std::shared_ptr<const TokenLengths> lengths_in)
+      : grammar(std::move(grammar_in)),
+        stop_ids(std::move(stop_ids_in)),
+        lengths(std::move(lengths_in)),
+        tokens(grammar.GetTokenizerInfo()),
+        words(tokens.GetDecodedVocab()) {
+    const xgrammar::Grammar rules = grammar.GetGrammar();
+    int32_t smallest_most = -1, largest_least = 0;
+    for (int32_t rule = 0; rule < rules->NumRules(); ++rule) {
+      limits.push_back(LengthLimit::FromRuleName(rules->GetRule(rule).name));
+      if (!limits.back().has_value()) continue;
+      any = true;
+      if (!limits.back()->json) continue;
+      json = true;
+      if (limits.back()->most >= 0 && (smallest_most < 0 || limits.back()->most < smallest_most)) {
+        smallest_most = limits.back()->most;
+      }
+      largest_least = std::max(largest_least, limits.back()->least);
+    }
+    if (json) crossing = lengths->Crossing(smallest_most, largest_least);
+  }
+
+  xgrammar::CompiledGrammar grammar;
+  std::vector<int32_t> stop_ids;
+  std::shared_ptr<const TokenLengths> lengths;
+  xgrammar::TokenizerInfo tokens;
+  const std::vector<std::string>& words;           // of `tokens`, control tokens with their first byte
+  std::vector<std::optional<LengthLimit>> limits;  // per rule
+  bool any = false;
+  bool json = false;
+  std::vector<uint32_t> crossing;  // where there are any in JSON: the tokens that may be chosen at all
+};
+
 class XgrammarConstraint final : public TokenConstraint {
  public:
-  XgrammarConstraint(xgrammar::CompiledGrammar grammar, std::vector<int32_t> stop_ids, std::string begun)
+  XgrammarConstraint(std::shared_ptr<const Limited> grammar, std::string begun)
       : grammar_(std::move(grammar)),
-        stop_ids_(std::move(stop_ids)),
         begun_(std::move(begun)),
-        matcher_(grammar_, stop_ids_),
-        fits_(begun_.empty() || matcher_.AcceptString(begun_)) {}
+        matcher_(grammar_->grammar, grammar_->stop_ids),
+        fits_(begun_.empty() || matcher_.AcceptString(begun_)) {
+    if (!grammar_->any) return;
+    text_ = begun_;
+    const auto [limit, length] = Limit();
+    fits_ = fits_ && (!limit.has_value() || limit->most < 0 || length <= limit->most);
+  }
 
   bool fits() const { return fits_; }
 
@@ -42,7 +104,7 @@ class XgrammarConstraint final : public TokenConstraint {
     if (matcher_.IsTerminated()) {
       // The answer is over, yet the client wants more tokens (ignore_eos): end it over and over, which adds no text.
       std::fill(mask.begin(), mask.end(), 0u);
-      for (const int32_t id : stop_ids_) mask[static_cast<size_t>(id) / 32] |= 1u << (id % 32);
+      for (const int32_t id : grammar_->stop_ids) mask[static_cast<size_t>(id) / 32] |= 1u << (id % 32);
       return true;
     }
     const auto begin = std::chrono::steady_clock::now();
@@ -59,22 +121,65 @@ class XgrammarConstraint final : public TokenConstraint {
       std::fill(mask.begin(), mask.end(), 0u);
       return true;
     }
-    return restricts;
+    if (!grammar_->any) return restricts;
+    if (!restricts) std::fill(mask.begin(), mask.end(), ~0u);
+    for (size_t word = 0; word < grammar_->crossing.size(); ++word) mask[word] &= grammar_->crossing[word];
+    if (const auto [limit, length] = Limit(); limit.has_value()) grammar_->lengths->Narrow(*limit, length, mask);
+    return true;
   }
 
   bool Accept(int32_t token) override {
-    if (matcher_.IsTerminated()) return std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end();
-    return matcher_.AcceptToken(token);
+    if (matcher_.IsTerminated()) {
+      return std::find(grammar_->stop_ids.begin(), grammar_->stop_ids.end(), token) != grammar_->stop_ids.end();
+    }
+    if (!grammar_->any) return matcher_.AcceptToken(token);
+    const std::vector<std::string>& words = grammar_->words;
+    if (token < 0 || static_cast<size_t>(token) >= words.size()) return false;
+    const auto& crossing = grammar_->crossing;
+    if (!crossing.empty() && (crossing[static_cast<size_t>(token) / 32] >> (token % 32) & 1) == 0) return false;
+    const auto [limit, length] = Limit();
+    if (limit.has_value() && !grammar_->lengths->Fits(*limit, length, token)) return false;
+    if (!matcher_.AcceptToken(token)) return false;
+    const std::string& bytes = words[static_cast<size_t>(token)];
+    if (!bytes.starts_with(kControlByte)) text_ += bytes;
+    return true;
   }
 
   std::unique_ptr<TokenConstraint> Fork() const override {
-    return std::make_unique<XgrammarConstraint>(grammar_, stop_ids_, begun_);
+    return std::make_unique<XgrammarConstraint>(grammar_, begun_);
   }
 
  private:
-  xgrammar::CompiledGrammar grammar_;
-  std::vector<int32_t> stop_ids_;
-  std::string begun_;
+  // The limit of the string that the answer is in, and the characters that it has. Of several ways to read the answer
+  // the strictest: what it leaves fits all of them.
+  std::pair<std::optional<LengthLimit>, int32_t> Limit() {
+    const auto& history = ParserView::States(matcher_);
+    const int32_t position = static_cast<int32_t>(history.size()) - 1;
+    std::optional<LengthLimit> found;
+    int32_t found_length = 0;
+    for (const xgrammar::ParserState& state : history[position]) {
+      if (state.rule_id < 0 || !grammar_->limits[static_cast<size_t>(state.rule_id)].has_value()) continue;
+      const LengthLimit& limit = *grammar_->limits[static_cast<size_t>(state.rule_id)];
+      const auto bytes = static_cast<size_t>(position - std::max(0, state.rule_start_pos));
+      const int32_t length =
+          CountCharacters(std::string_view(text_).substr(text_.size() - std::min(bytes, text_.size())));
+      if (!found.has_value()) {
+        found = limit;
+        found_length = length;
+        continue;
+      }
+      // In terms of the first one's length.
+      const int32_t shift = found_length - length;
+      found->least = std::max(found->least, limit.least + shift);
+      if (limit.most >= 0)
+        found->most = found->most < 0 ? limit.most + shift : std::min(found->most, limit.most + shift);
+    }
+    return {found, found_length};
+  }
+
+  const std::shared_ptr<const Limited> grammar_;
+  const std::string begun_;
+  std::string text_;  // accepted so far, without control tokens; only where strings are counted
   xgrammar::GrammarMatcher matcher_;
   bool fits_;
   int slow_steps_ = 0;
@@ -82,19 +187,18 @@ class XgrammarConstraint final : public TokenConstraint {
 
 class XgrammarGrammar final : public CompiledGrammar {
  public:
-  XgrammarGrammar(xgrammar::CompiledGrammar grammar, std::vector<int32_t> stop_ids)
-      : grammar_(std::move(grammar)), stop_ids_(std::move(stop_ids)), bytes_(grammar_.MemorySizeBytes()) {}
+  explicit XgrammarGrammar(std::shared_ptr<const Limited> grammar)
+      : grammar_(std::move(grammar)), bytes_(grammar_->grammar.MemorySizeBytes()) {}
 
   std::unique_ptr<TokenConstraint> NewConstraint(const std::string& begun) const override {
-    auto constraint = std::make_unique<XgrammarConstraint>(grammar_, stop_ids_, begun);
+    auto constraint = std::make_unique<XgrammarConstraint>(grammar_, begun);
     if (!constraint->fits()) return nullptr;
     return constraint;
   }
   size_t bytes() const override { return bytes_; }
 
  private:
-  xgrammar::CompiledGrammar grammar_;
-  std::vector<int32_t> stop_ids_;
+  std::shared_ptr<const Limited> grammar_;
   size_t bytes_;
 };
 
@@ -124,8 +228,37 @@ JsonValue ToFormats(const std::vector<GrammarNode>& nodes) {
   return list;
 }
 
+// Strings of limited length, printed as NAME_characters{LEAST, MOST}, are counted beside the grammar (LengthLimit):
+// they refer to a rule of that name instead.
+std::string CountStrings(const std::string& printed) {
+  static constexpr std::string_view kSuffix = "_characters{";
+  std::string out;
+  std::set<std::string> rules;
+  size_t begin = 0;
+  while (true) {
+    const size_t brace = printed.find(kSuffix, begin);
+    if (brace == std::string::npos) break;
+    size_t name = printed.find_last_of(" (\n", brace);
+    name = name == std::string::npos ? 0 : name + 1;
+    LengthLimit limit;
+    int end = 0;
+    const char* bounds = printed.c_str() + brace + kSuffix.size();
+    if (std::sscanf(bounds, "%d, %d}%n", &limit.least, &limit.most, &end) != 2 || end == 0) {
+      throw std::runtime_error("a string's limits cannot be read");
+    }
+    out.append(printed, begin, name - begin);
+    out += limit.RuleName();
+    rules.insert(limit.RuleName());
+    begin = brace + kSuffix.size() + static_cast<size_t>(end);
+  }
+  out.append(printed, begin);
+  for (const std::string& rule : rules) absl::StrAppend(&out, rule, R"( ::= Regex("[^\"\\\\\\x00-\\x1f]*"))", "\n");
+  return out;
+}
+
 // A grammar's printed form, made fit to be read again: it writes code points up to 255 as \xHH, but reads as many hex
-// digits as follow. And strings of limited length let control characters through, which JSON forbids.
+// digits as follow. And names of further properties may be written with escapes, which makes them equal to declared
+// ones.
 std::string Reprint(const std::string& printed) {
   std::string out;
   out.reserve(printed.size() + printed.size() / 8);
@@ -139,8 +272,7 @@ std::string Reprint(const std::string& printed) {
       out.push_back(printed[i]);
     }
   }
-  absl::StrReplaceAll({{R"([^\"\\\r\n])", R"([^\"\\\0-\u001f])"}}, &out);
-  return out;
+  return CountStrings(out);
 }
 
 // The tree inside a client's document: {"format": ...}, or the older form of begins and triggers.
@@ -236,8 +368,9 @@ std::string WithoutPlace(const std::string& message) {
 }
 
 // Follows the grammar for a while, choosing tokens in an arbitrary fixed way, to find out whether steps take long.
-absl::Status Probe(const xgrammar::CompiledGrammar& grammar, const std::vector<int32_t>& stop_ids, int32_t vocab_size) {
-  XgrammarConstraint constraint(grammar, stop_ids, "");
+absl::Status Probe(const std::shared_ptr<const Limited>& grammar, int32_t vocab_size) {
+  const std::vector<int32_t>& stop_ids = grammar->stop_ids;
+  XgrammarConstraint constraint(grammar, "");
   std::vector<uint32_t> mask(static_cast<size_t>(vocab_size + 31) / 32);
   std::vector<int32_t> allowed;
   uint32_t random = 12345;
@@ -266,8 +399,12 @@ absl::Status Probe(const xgrammar::CompiledGrammar& grammar, const std::vector<i
 
 class XgrammarEngine final : public GrammarEngine {
  public:
-  XgrammarEngine(xgrammar::TokenizerInfo info, int32_t vocab_size, std::vector<int32_t> stop_ids)
-      : info_(std::move(info)), vocab_size_(vocab_size), stop_ids_(std::move(stop_ids)) {}
+  XgrammarEngine(xgrammar::TokenizerInfo info, const Tokenizer& tokenizer, int32_t vocab_size,
+                 std::vector<int32_t> stop_ids)
+      : info_(std::move(info)),
+        lengths_(std::make_shared<const TokenLengths>(tokenizer, vocab_size)),
+        vocab_size_(vocab_size),
+        stop_ids_(std::move(stop_ids)) {}
 
   absl::StatusOr<std::shared_ptr<const CompiledGrammar>> Compile(const GrammarNode& root) const override {
     try {
@@ -279,10 +416,11 @@ class XgrammarEngine final : public GrammarEngine {
       }
       // One thread and no cache of its own: the pool has both.
       xgrammar::GrammarCompiler compiler(info_, /*max_threads=*/1, /*cache_enabled=*/false);
-      xgrammar::CompiledGrammar compiled = compiler.CompileGrammar(std::get<xgrammar::Grammar>(grammar));
-      const absl::Status status = Probe(compiled, stop_ids_, vocab_size_);
+      auto compiled = std::make_shared<const Limited>(compiler.CompileGrammar(std::get<xgrammar::Grammar>(grammar)),
+                                                      stop_ids_, lengths_);
+      const absl::Status status = Probe(compiled, vocab_size_);
       if (!status.ok()) return status;
-      return std::make_shared<XgrammarGrammar>(std::move(compiled), stop_ids_);
+      return std::make_shared<XgrammarGrammar>(std::move(compiled));
     } catch (const std::exception& error) {
       return absl::InvalidArgumentError(WithoutPlace(error.what()));
     }
@@ -290,6 +428,7 @@ class XgrammarEngine final : public GrammarEngine {
 
  private:
   const xgrammar::TokenizerInfo info_;
+  const std::shared_ptr<const TokenLengths> lengths_;
   const int32_t vocab_size_;
   const std::vector<int32_t> stop_ids_;
 };
@@ -306,7 +445,7 @@ std::unique_ptr<GrammarEngine> MakeGrammarEngine(const Tokenizer& tokenizer, int
     vocabulary.push_back(tokenizer.IsSpecial(id) ? kControlByte + bytes : bytes);
   }
   xgrammar::TokenizerInfo info(vocabulary, xgrammar::VocabType::RAW, vocab_size, stop_ids);
-  return std::make_unique<XgrammarEngine>(std::move(info), vocab_size, std::move(stop_ids));
+  return std::make_unique<XgrammarEngine>(std::move(info), tokenizer, vocab_size, std::move(stop_ids));
 }
 
 }  // namespace k3
