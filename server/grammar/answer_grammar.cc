@@ -7,7 +7,9 @@
 #include "absl/strings/str_cat.h"
 #include "server/error_details.h"
 #include "server/grammar/argument_grammar.h"
+#include "server/grammar/pattern_check.h"
 #include "server/grammar/schema_check.h"
+#include "server/grammar/schema_strict.h"
 #include "server/text/field_error.h"
 #include "server/text/json_parser.h"
 #include "server/text/json_writer.h"
@@ -47,6 +49,19 @@ std::vector<Tool> ToolsOf(const ChatRequest& chat) {
   return tools;
 }
 
+// Arguments are an object, also where their schema does not say so or allows more.
+void AsObject(JsonValue* parameters) {
+  if (!parameters->is_object()) return;
+  for (const char* key : {"$ref", "const", "enum", "anyOf", "oneOf", "allOf"}) {
+    if (parameters->Find(key) != nullptr) return;
+  }
+  const JsonValue* type = parameters->Find("type");
+  const bool list =
+      type != nullptr && type->is_array() &&
+      std::any_of(type->items.begin(), type->items.end(), [](const JsonValue& t) { return t.text == "object"; });
+  if (type == nullptr || list) parameters->Set("type", JsonValue::String("object"));
+}
+
 std::vector<int32_t> ControlTokens(const Tokenizer& tokenizer) {
   std::vector<int32_t> ids;
   for (int32_t id = tokenizer.num_ranks(); id < tokenizer.vocab_size(); ++id) ids.push_back(id);
@@ -59,7 +74,7 @@ absl::StatusOr<GrammarNode> SchemaNode(const RequestedConstraint& constraint, co
   if (!schema.ok()) return InvalidField(path, std::string(schema.status().message()));
   const absl::Status status = CheckSchema(*schema, path, constraint.strict);
   if (!status.ok()) return status;
-  return GrammarNode::JsonSchema(WriteJson(*schema, {.number_as_written = true}), compact);
+  return GrammarNode::JsonSchema(WriteJson(EnforceableSchema(*schema), {.number_as_written = true}), compact);
 }
 
 absl::StatusOr<GrammarNode> ConstraintNode(const RequestedConstraint& constraint, const std::string& path) {
@@ -73,7 +88,7 @@ absl::StatusOr<GrammarNode> ConstraintNode(const RequestedConstraint& constraint
     case Kind::kJsonSchema:
       return SchemaNode(constraint, path, /*compact=*/true);
     case Kind::kRegex: {
-      const absl::Status status = CheckPattern(constraint.text, path);
+      const absl::Status status = CheckPattern(constraint.text, path, /*strict=*/true);
       if (!status.ok()) return status;
       return GrammarNode::Of(GrammarNode::Kind::kRegex, constraint.text);
     }
@@ -166,11 +181,7 @@ class AnswerBuilder {
     for (const Tool& tool : tools) {
       std::string schema = R"({"type":"object","additionalProperties":true})";
       if (tool.parameters.is_object() && (tool.strict || !relaxed)) {
-        JsonValue object = tool.parameters;
-        if (object.Find("type") == nullptr && object.Find("properties") != nullptr) {
-          object.Set("type", JsonValue::String("object"));
-        }
-        schema = WriteJson(object, {.number_as_written = true});
+        schema = WriteJson(tool.parameters, {.number_as_written = true});
       }
       each.push_back(GrammarNode::Sequence(
           {Token("<|tool_call_begin|>"), GrammarNode::Literal(absl::StrCat("functions.", tool.name, ":")),
@@ -256,9 +267,15 @@ absl::StatusOr<std::optional<AnswerGrammar>> BuildAnswerGrammar(const Generation
       tool.parameters = JsonValue();
       continue;
     }
+    AsObject(&tool.parameters);
     absl::Status status = CheckSchema(tool.parameters, tool.path, tool.strict);
+    if (status.ok() && tool.strict) {
+      status = CheckArgumentsEnforced(tool.parameters, tool.path, /*elements=*/format == ChatFormat::kXtml);
+    }
+    if (status.ok()) tool.parameters = EnforceableSchema(tool.parameters);
     if (status.ok() && format == ChatFormat::kXtml && !XtmlArgumentsFit(tool.parameters)) {
-      status = FieldError(tool.path, "becomes too large when its references are followed");
+      status =
+          FieldError(tool.path, "fits no arguments, or becomes too large when its references and numbers are followed");
     }
     if (tool.strict && !status.ok()) return status;
     if (!status.ok()) tool.parameters = JsonValue();

@@ -1,17 +1,19 @@
 #include "server/grammar/argument_grammar.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <map>
 #include <string>
+#include <string_view>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
 #include "server/grammar/length_limits.h"
 #include "server/grammar/schema_check.h"
 #include "server/text/json_writer.h"
-#include "server/text/utf8.h"
+#include "server/text/xtml_markup.h"
 
 namespace k3 {
 namespace {
@@ -21,34 +23,11 @@ constexpr char kRootName[] = "k3serve_root";
 constexpr int kMaxNesting = 32;
 constexpr int64_t kMaxBytes = 16 << 20;  // of all values' schemas together
 
-std::string EscapeAttribute(const std::string& text) {
-  return absl::StrReplaceAll(text, {{"&", "&amp;"}, {"\"", "&quot;"}});
-}
-
 // A value's grammar and the word for its type in the markup.
 struct Typed {
   std::string type;
   GrammarNode node;
 };
-
-std::string TypeWord(const JsonValue& value) {
-  switch (value.kind) {
-    case JsonValue::Kind::kNull:
-      return "null";
-    case JsonValue::Kind::kBool:
-      return "boolean";
-    case JsonValue::Kind::kInteger:
-    case JsonValue::Kind::kFloat:
-      return "number";
-    case JsonValue::Kind::kString:
-      return "string";
-    case JsonValue::Kind::kArray:
-      return "array";
-    case JsonValue::Kind::kObject:
-      break;
-  }
-  return "object";
-}
 
 // References in a copy of the root, which lies below kRootName in the schema of one value.
 void MoveReferences(JsonValue* value) {
@@ -152,7 +131,8 @@ class ArgumentGrammar {
     left_ -= 64;
     for (const char* key : {"anyOf", "oneOf", "allOf"}) {
       const JsonValue* list = object.Find(key);
-      if (list == nullptr || list->items.empty() || nesting > kMaxNesting) continue;
+      if (list == nullptr || list->items.empty()) continue;
+      if (nesting > kMaxNesting) left_ = -1;
       if (key == std::string_view("allOf") && list->items.size() > 1) return Anything({});
       std::vector<GrammarNode> branches;
       for (const JsonValue& branch : list->items) {
@@ -162,34 +142,85 @@ class ArgumentGrammar {
       return branches.size() == 1 ? std::move(branches[0]) : GrammarNode::Choice(std::move(branches));
     }
     const JsonValue* properties = object.Find("properties");
-    std::vector<GrammarNode> elements;
+    std::vector<Argument> declared;
     std::vector<std::string> names;
     if (properties != nullptr && properties->is_object()) {
       const JsonValue* required = object.Find("required");
+      std::unordered_set<std::string_view> needed;
+      for (size_t i = 0; required != nullptr && i < required->items.size(); ++i) needed.insert(required->items[i].text);
       for (size_t i = 0; i < properties->keys.size(); ++i) {
         const std::string& name = properties->keys[i];
         names.push_back(name);
-        GrammarNode argument = Argument(GrammarNode::Literal(EscapeAttribute(name)), properties->items[i]);
-        const bool needed = required != nullptr && std::any_of(required->items.begin(), required->items.end(),
-                                                               [&](const JsonValue& r) { return r.text == name; });
-        elements.push_back(needed ? std::move(argument) : GrammarNode::Optional(std::move(argument)));
+        const int64_t before = left_;
+        GrammarNode element = Element(GrammarNode::Literal(XtmlAttribute(name)), properties->items[i]);
+        declared.push_back({std::move(element), needed.contains(name), before - left_ + 64});
       }
     }
-    const JsonValue* additional = object.Find("additionalProperties");
-    const bool open = additional == nullptr ? names.empty() : !additional->is_bool() || additional->boolean;
-    if (open) elements.push_back(Anything(names, additional));
-    if (elements.empty()) return GrammarNode::Literal("");
+    const JsonValue* further = object.Find("additionalProperties");
+    if (further == nullptr) further = object.Find("unevaluatedProperties");
+    const bool open = further == nullptr ? names.empty() : !further->is_bool() || further->boolean;
+    if (!open) {
+      const auto bound = [&](const char* key, double none) {
+        const JsonValue* value = object.Find(key);
+        return value == nullptr ? none : value->AsDouble();
+      };
+      const auto count = static_cast<double>(declared.size());
+      return Counted(declared, 0, static_cast<int>(std::min(bound("minProperties", 0), count + 1)),
+                     static_cast<int>(std::min(bound("maxProperties", count), count)));
+    }
+    std::vector<GrammarNode> elements;
+    for (Argument& argument : declared) {
+      elements.push_back(argument.needed ? std::move(argument.element)
+                                         : GrammarNode::Optional(std::move(argument.element)));
+    }
+    elements.push_back(Anything(names, further));
     return GrammarNode::Sequence(std::move(elements));
   }
 
   GrammarNode Anything(const std::vector<std::string>& except, const JsonValue* schema = nullptr) const {
     GrammarNode key = GrammarNode::Of(GrammarNode::Kind::kEbnf, OtherKey(except).Ebnf());
     const JsonValue any = JsonValue::Bool(true);
-    return GrammarNode::Optional(GrammarNode::OneOrMore(Argument(std::move(key), schema == nullptr ? any : *schema)));
+    return GrammarNode::Optional(GrammarNode::OneOrMore(Element(std::move(key), schema == nullptr ? any : *schema)));
   }
 
  private:
-  GrammarNode Argument(GrammarNode key, const JsonValue& schema) const {
+  struct Argument {
+    GrammarNode element;
+    bool needed;
+    int64_t bytes;  // what the element costs, each time that it is written
+  };
+
+  // The arguments from `begin` on, of which at least `least` and at most `most` are given. Where only the number
+  // decides, each way to reach it is written out.
+  GrammarNode Counted(const std::vector<Argument>& arguments, size_t begin, int least, int most) const {
+    const auto left = arguments.begin() + static_cast<std::ptrdiff_t>(begin);
+    const auto needed = static_cast<int>(std::count_if(left, arguments.end(), [](auto& a) { return a.needed; }));
+    const auto count = static_cast<int>(arguments.end() - left);
+    std::vector<GrammarNode> elements;
+    left_ -= 64;
+    if (overflowed() || needed > most || count < least) {
+      left_ = -1;
+      return GrammarNode::Literal("");
+    }
+    if (least <= needed && most >= count) {
+      for (auto argument = left; argument != arguments.end(); ++argument) {
+        left_ -= argument->bytes;
+        elements.push_back(argument->needed ? argument->element : GrammarNode::Optional(argument->element));
+      }
+      return elements.empty() ? GrammarNode::Literal("") : GrammarNode::Sequence(std::move(elements));
+    }
+    if (count == 0) return GrammarNode::Literal("");
+    std::vector<GrammarNode> ways;
+    if (needed - (left->needed ? 1 : 0) < most) {
+      left_ -= left->bytes;
+      ways.push_back(
+          GrammarNode::Sequence({left->element, Counted(arguments, begin + 1, std::max(0, least - 1), most - 1)}));
+    }
+    if (!left->needed && count > least) ways.push_back(Counted(arguments, begin + 1, least, most));
+    return ways.size() == 1 ? std::move(ways[0]) : GrammarNode::Choice(std::move(ways));
+  }
+
+  GrammarNode Element(GrammarNode key, const JsonValue& schema) const {
     std::vector<Typed> values;
     AppendValues(schema, 0, &values);
     std::vector<GrammarNode> alternatives;
@@ -213,7 +244,11 @@ class ArgumentGrammar {
     }
     for (const char* key : {"anyOf", "oneOf", "allOf"}) {
       const JsonValue* list = schema.Find(key);
-      if (list == nullptr || list->items.empty() || nesting > kMaxNesting) continue;
+      if (list == nullptr || list->items.empty()) continue;
+      if (nesting > kMaxNesting) {
+        left_ = -1;
+        return;
+      }
       if (key == std::string_view("allOf") && list->items.size() > 1) break;
       for (const JsonValue& branch : list->items) AppendValues(branch, nesting + 1, values);
       return;
@@ -262,7 +297,7 @@ class ArgumentGrammar {
   }
 
   static Typed Exactly(const JsonValue& value) {
-    return {TypeWord(value), GrammarNode::Literal(value.is_string() ? value.text : WriteJson(value, kValueStyle))};
+    return {XtmlType(value), GrammarNode::Literal(value.is_string() ? value.text : WriteJson(value, kValueStyle))};
   }
 
   const JsonValue& Follow(const JsonValue& schema) const {
@@ -274,6 +309,7 @@ class ArgumentGrammar {
       if (target == nullptr) break;
       place = target;
     }
+    if (place->Find("$ref") != nullptr) left_ = -1;  // a longer way than is followed
     return *place;
   }
 

@@ -7,11 +7,14 @@
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "server/error_details.h"
+#include "server/grammar/pattern_check.h"
+#include "server/grammar/schema_strict.h"
 #include "server/text/field_error.h"
 
 namespace k3 {
@@ -21,9 +24,8 @@ constexpr int kMaxDepth = 48;
 constexpr size_t kMaxValues = 50'000;
 constexpr size_t kMaxText = 512 << 10;
 constexpr size_t kMaxEnum = 5'000;
-constexpr size_t kMaxPattern = 4'096;
-constexpr double kMaxRepeats = 100'000;  // of one repetition, or of nested ones together
-constexpr double kMaxLeast = 10'000;     // minLength, minItems, minProperties
+constexpr double kMaxRepeats = 100'000;
+constexpr double kMaxLeast = 10'000;  // minLength, minItems, minProperties
 
 bool IsOneOf(std::string_view word, std::initializer_list<std::string_view> words) {
   return std::find(words.begin(), words.end(), word) != words.end();
@@ -66,6 +68,11 @@ bool IsAnnotation(std::string_view key) {
          key.starts_with("x-");
 }
 
+bool HasReference(const JsonValue& value) {
+  if (value.Find("$ref") != nullptr) return true;
+  return std::any_of(value.items.begin(), value.items.end(), HasReference);
+}
+
 // Decides alone: what stands beside it would not be looked at.
 bool IsDecisive(std::string_view key) { return IsOneOf(key, {"$ref", "const", "enum", "anyOf", "oneOf", "allOf"}); }
 
@@ -85,14 +92,35 @@ class Checker {
       const std::string place = absl::StrCat(path, ".", Excerpt(key, 60));
       const absl::Status status = CheckMember(key, schema.items[i], place, depth);
       if (!status.ok()) return status;
+      if (strict_ && depth > 0 && key == "$id" && HasReference(schema)) {
+        return FieldError(place, "inside a schema would change what its references mean, which is not followed");
+      }
       if (IsDecisive(key)) decisive = key;
     }
-    if (!strict_ || decisive.empty()) return CheckString(schema, path);
+    checked_.insert(&schema);
+    if (!strict_) return absl::OkStatus();
+    if (decisive.empty()) {
+      const absl::Status status = CheckString(schema, path);
+      return status.ok() ? CheckEnforced(root_, schema, path) : status;
+    }
     for (const std::string& key : schema.keys) {
       if (key == decisive || IsAnnotation(key)) continue;
       if (key == "type" && IsOneOf(decisive, {"const", "enum", "anyOf", "oneOf", "allOf"})) continue;
       return FieldError(absl::StrCat(path, ".", Excerpt(key, 60)),
                         absl::StrCat("cannot be enforced beside ", decisive, "; without strict it is ignored"));
+    }
+    return CheckEnforced(root_, schema, path);
+  }
+
+  // Whatever references lead to outside the places where schemas are looked for.
+  absl::Status CheckTargets() {
+    while (!targets_.empty()) {
+      const auto [target, path] = std::move(targets_.back());
+      targets_.pop_back();
+      if (checked_.contains(target)) continue;
+      checked_.insert(target);
+      const absl::Status status = Check(*target, path, 0);
+      if (!status.ok()) return status;
     }
     return absl::OkStatus();
   }
@@ -135,7 +163,7 @@ class Checker {
       for (size_t i = 0; i < value.keys.size(); ++i) {
         const std::string place = absl::StrCat(path, ".", Excerpt(value.keys[i], 60));
         if (key == "patternProperties") {
-          const absl::Status status = CheckPattern(value.keys[i], place);
+          const absl::Status status = CheckPattern(value.keys[i], place, strict_);
           if (!status.ok()) return status;
         }
         // A definition that nobody uses may be anything.
@@ -166,7 +194,7 @@ class Checker {
       return names ? absl::OkStatus() : FieldError(path, "expected a list of names");
     }
     if (key == "pattern") {
-      return value.is_string() ? CheckPattern(value.text, path) : FieldError(path, "expected a string");
+      return value.is_string() ? CheckPattern(value.text, path, strict_) : FieldError(path, "expected a string");
     }
     if (key == "enum") {
       if (!value.is_array() || value.items.empty()) return FieldError(path, "expected a list of values");
@@ -178,7 +206,7 @@ class Checker {
     if (IsOneOf(key, {"minLength", "minItems", "minProperties"})) return CheckBound(value, path, kMaxLeast);
     if (IsOneOf(key, {"maxLength", "maxItems", "maxProperties"})) return CheckBound(value, path, kMaxRepeats);
     if (IsOneOf(key, {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}) &&
-        !value.is_number() && !value.is_bool()) {
+        !value.is_number()) {
       return FieldError(path, "expected a number");
     }
     if (!strict_ || IsAnnotation(key)) return absl::OkStatus();
@@ -225,9 +253,14 @@ class Checker {
     return FieldError(path, "expected string, number, integer, boolean, null, array, object or a list of these");
   }
 
-  absl::Status CheckReference(const JsonValue& value, const std::string& path) const {
+  absl::Status CheckReference(const JsonValue& value, const std::string& path) {
     if (!value.is_string()) return FieldError(path, "expected a string");
     const JsonValue* target = ResolveSchemaReference(root_, value.text);
+    // The grammar library leaves empty names out.
+    if (value.text.find("//") != std::string::npos || (value.text.size() > 1 && value.text.ends_with("/"))) {
+      target = nullptr;
+    }
+    if (target != nullptr && !checked_.contains(target)) targets_.emplace_back(target, path);
     if (target == nullptr) {
       return FieldError(path, absl::StrCat("\"", Excerpt(value.text), "\" names no place in this schema"));
     }
@@ -263,9 +296,10 @@ class Checker {
     const JsonValue* properties = schema.Find("properties");
     const JsonValue* required = schema.Find("required");
     if (properties != nullptr && required != nullptr && required->is_array()) {
-      for (const JsonValue& name : required->items) {
-        const JsonValue* property = name.is_string() ? properties->Find(name.text) : nullptr;
-        if (property != nullptr && !Finite(*property)) return false;
+      std::unordered_set<std::string_view> names;
+      for (const JsonValue& name : required->items) names.insert(name.text);
+      for (size_t i = 0; i < properties->keys.size(); ++i) {
+        if (names.contains(properties->keys[i]) && !Finite(properties->items[i])) return false;
       }
     }
     if (const JsonValue* prefix = schema.Find("prefixItems"); prefix != nullptr && !all(*prefix)) return false;
@@ -276,6 +310,8 @@ class Checker {
 
   const JsonValue& root_;
   const bool strict_;
+  std::unordered_set<const JsonValue*> checked_;
+  std::vector<std::pair<const JsonValue*, std::string>> targets_;  // of references, with their places
   size_t values_ = 0;
   size_t text_ = 0;
   int steps_ = 0;
@@ -310,41 +346,11 @@ absl::Status CheckSchema(const JsonValue& schema, const std::string& path, bool 
   Checker checker(schema, strict);
   absl::Status status = checker.CheckSizes(schema, path, 0);
   if (status.ok()) status = checker.Check(schema, path, 0);
+  if (status.ok()) status = checker.CheckTargets();
   if (status.ok() && !checker.Finite(schema)) {
     status = FieldError(path, "only endless values fit: what it requires contains itself");
   }
   return status;
-}
-
-absl::Status CheckPattern(const std::string& pattern, const std::string& path) {
-  if (pattern.size() > kMaxPattern) {
-    return FieldError(path, absl::StrCat("has ", pattern.size(), " bytes; at most ", kMaxPattern));
-  }
-  // Counts what {m,n} multiply to, over all nesting: an upper bound is enough.
-  double product = 1;
-  int depth = 0;
-  for (size_t i = 0; i < pattern.size(); ++i) {
-    if (pattern[i] == '\\') {
-      ++i;
-      continue;
-    }
-    if (pattern[i] == '(' && ++depth > 100) return FieldError(path, "has more than 100 nested groups");
-    if (pattern[i] == ')') --depth;
-    if (pattern[i] != '{') continue;
-    double most = 0, number = 0;
-    size_t j = i + 1;
-    for (; j < pattern.size() && (std::isdigit(static_cast<unsigned char>(pattern[j])) != 0 || pattern[j] == ',');
-         ++j) {
-      number = pattern[j] == ',' ? 0 : number * 10 + (pattern[j] - '0');
-      most = std::max(most, number);
-    }
-    if (j >= pattern.size() || pattern[j] != '}') continue;
-    if (most > kMaxRepeats)
-      return FieldError(path, absl::StrCat("repeats something more than ", kMaxRepeats, " times"));
-    product *= std::max(1.0, most);
-    if (product > 10 * kMaxRepeats) return FieldError(path, "its repetitions multiply to too many");
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace k3

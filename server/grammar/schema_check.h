@@ -15,9 +15,6 @@ namespace k3 {
 // called valid when it may not be. Without it such keywords are ignored.
 absl::Status CheckSchema(const JsonValue& schema, const std::string& path, bool strict);
 
-// The same for a regular expression: length and repetition.
-absl::Status CheckPattern(const std::string& pattern, const std::string& path);
-
 // What a local reference such as "#/$defs/node" names in `root`; null when there is no such place.
 const JsonValue* ResolveSchemaReference(const JsonValue& root, const std::string& reference);
 

@@ -272,6 +272,19 @@ std::string Reprint(const std::string& printed) {
       out.push_back(printed[i]);
     }
   }
+  // In the rules that name further properties, until the name has left those of the declared ones.
+  static constexpr std::string_view kEscape = R"( | ("\\" basic_escape basic_string_sub))";
+  for (size_t line = 0; line < out.size();) {
+    size_t end = std::min(out.find('\n', line), out.size());
+    const size_t body = out.find(" ::= ", line);
+    if (body < end && out.substr(line, body - line).find("_addl_key") != std::string::npos) {
+      for (size_t at = out.find(kEscape, body); at < end; at = out.find(kEscape, at)) {
+        out.erase(at, kEscape.size());
+        end -= kEscape.size();
+      }
+    }
+    line = end + 1;
+  }
   return CountStrings(out);
 }
 

@@ -4,12 +4,12 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
 #include "server/text/chat_formats.h"
 #include "server/text/encode_chunks.h"
 #include "server/text/field_error.h"
 #include "server/text/json_writer.h"
 #include "server/text/utf8.h"
+#include "server/text/xtml_markup.h"
 
 // K3's chat format. Where a segment ends is part of the format: each is encoded by itself, and merging two changes ids.
 namespace k3 {
@@ -51,7 +51,7 @@ class XtmlWriter {
     for (const auto& [key, value] : attributes) {
       Text(absl::StrCat(" ", std::string(key)));
       Text("=\"");
-      Text(absl::StrReplaceAll(value, {{"&", "&amp;"}, {"\"", "&quot;"}}));
+      Text(XtmlAttribute(value));
       Text("\"");
     }
     Control("<|sep|>");
@@ -96,25 +96,6 @@ const char* EffortName(Effort effort) {
       break;
   }
   return "";
-}
-
-const char* ArgumentType(const JsonValue& value) {
-  switch (value.kind) {
-    case JsonValue::Kind::kNull:
-      return "null";
-    case JsonValue::Kind::kBool:
-      return "boolean";
-    case JsonValue::Kind::kInteger:
-    case JsonValue::Kind::kFloat:
-      return "number";
-    case JsonValue::Kind::kString:
-      return "string";
-    case JsonValue::Kind::kArray:
-      return "array";
-    case JsonValue::Kind::kObject:
-      break;
-  }
-  return "object";
 }
 
 class XtmlRenderer {
@@ -197,7 +178,7 @@ class XtmlRenderer {
     const JsonValue& object = arguments->object;
     for (size_t i = 0; i < object.keys.size(); ++i) {
       const JsonValue& value = object.items[i];
-      writer_.Open("argument", {{"key", object.keys[i]}, {"type", ArgumentType(value)}});
+      writer_.Open("argument", {{"key", object.keys[i]}, {"type", XtmlType(value)}});
       writer_.Text(value.is_string() ? value.text : WriteJson(value, kArgumentStyle));
       writer_.Close("argument");
     }

@@ -2,14 +2,13 @@
 
 #include <gtest/gtest.h>
 
-#include <fstream>
-#include <iterator>
 #include <string>
 #include <vector>
 
 #include "server/text/json_parser.h"
 #include "server/text/utf8.h"
 #include "server/text/xtml_output_parser.h"
+#include "tests/testing/k2_tokenizer.h"
 #include "tests/testing/paths.h"
 
 namespace k3 {
@@ -23,17 +22,7 @@ std::shared_ptr<const Tokenizer> Tiny() {
 }
 
 std::shared_ptr<const Tokenizer> K2Tokenizer() {
-  static const auto tokenizer = [] {
-    std::ifstream file(testing::TinyK3() + "/tiktoken.model", std::ios::binary);
-    const std::string model((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-    const std::string config = R"({"added_tokens_decoder":{"3841":{"content":"[EOS]"},
-      "3842":{"content":"<|im_end|>"},"3843":{"content":"<|im_user|>"},"3844":{"content":"<|im_assistant|>"},
-      "3850":{"content":"<|im_system|>"},"3851":{"content":"<|tool_calls_section_begin|>"},
-      "3852":{"content":"<|tool_calls_section_end|>"},"3853":{"content":"<|tool_call_begin|>"},
-      "3854":{"content":"<|tool_call_argument_begin|>"},"3855":{"content":"<|tool_call_end|>"},
-      "3857":{"content":"<|im_middle|>"}},"eos_token":"[EOS]"})";
-    return Tokenizer::FromContents(model, config).value();
-  }();
+  static const auto tokenizer = testing::K2Tokenizer();
   return tokenizer;
 }
 

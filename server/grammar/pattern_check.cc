@@ -1,0 +1,195 @@
+#include "server/grammar/pattern_check.h"
+
+#include <algorithm>
+#include <cctype>
+#include <string_view>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "server/text/field_error.h"
+#include "server/text/utf8.h"
+
+namespace k3 {
+namespace {
+
+constexpr size_t kMaxPattern = 4'096;
+constexpr double kMaxRepeats = 100'000;  // of one repetition, or of nested ones together
+
+absl::Status CheckSize(const std::string& pattern, const std::string& path) {
+  if (pattern.size() > kMaxPattern) {
+    return FieldError(path, absl::StrCat("has ", pattern.size(), " bytes; at most ", kMaxPattern));
+  }
+  // Counts what {m,n} multiply to, over all nesting: an upper bound is enough.
+  double product = 1;
+  int depth = 0;
+  for (size_t i = 0; i < pattern.size(); ++i) {
+    if (pattern[i] == '\\') {
+      ++i;
+      continue;
+    }
+    if (pattern[i] == '(' && ++depth > 100) return FieldError(path, "has more than 100 nested groups");
+    if (pattern[i] == ')') --depth;
+    if (pattern[i] != '{') continue;
+    double most = 0, number = 0;
+    size_t j = i + 1;
+    for (; j < pattern.size() && (std::isdigit(static_cast<unsigned char>(pattern[j])) != 0 || pattern[j] == ',');
+         ++j) {
+      number = pattern[j] == ',' ? 0 : number * 10 + (pattern[j] - '0');
+      most = std::max(most, number);
+    }
+    if (j >= pattern.size() || pattern[j] != '}') continue;
+    if (most > kMaxRepeats)
+      return FieldError(path, absl::StrCat("repeats something more than ", kMaxRepeats, " times"));
+    product *= std::max(1.0, most);
+    if (product > 10 * kMaxRepeats) return FieldError(path, "its repetitions multiply to too many");
+  }
+  return absl::OkStatus();
+}
+
+// A piece of a pattern: something that takes a character ('c'), an anchor ('^', '$'), a bar ('|'), a parenthesis, or a
+// quantifier ('q'; one that allows at most once is '?').
+using Pieces = std::vector<char>;
+
+bool IsQuantifier(const std::string& pattern, size_t brace, size_t* end) {
+  size_t i = brace + 1;
+  while (i < pattern.size() && (std::isdigit(static_cast<unsigned char>(pattern[i])) != 0 || pattern[i] == ',')) ++i;
+  if (i == brace + 1 || i >= pattern.size() || pattern[i] != '}') return false;
+  *end = i;
+  return true;
+}
+
+absl::Status Split(const std::string& pattern, const std::string& path, Pieces* pieces) {
+  size_t i = pattern.starts_with("(?i)") ? 4 : 0;
+  bool in_class = false;
+  for (; i < pattern.size(); ++i) {
+    const char c = pattern[i];
+    if (c == '\\') {
+      ++i;
+      const char escaped = i < pattern.size() ? pattern[i] : '\0';
+      const bool known = std::string_view("ntrfvaedDwWsSxuc0").find(escaped) != std::string_view::npos;
+      if (std::isalnum(static_cast<unsigned char>(escaped)) != 0 && !known && !(in_class && escaped == 'b')) {
+        return FieldError(path, absl::StrCat("\\", std::string(1, escaped), " cannot be enforced"));
+      }
+      if (!in_class) pieces->push_back('c');
+    } else if (in_class) {
+      in_class = c != ']';
+    } else if (c == '[') {
+      in_class = true;
+      pieces->push_back('c');
+    } else if (c == '(') {
+      if (i + 1 < pattern.size() && pattern[i + 1] == '?') {
+        const char kind = i + 2 < pattern.size() ? pattern[i + 2] : '\0';
+        const char next = i + 3 < pattern.size() ? pattern[i + 3] : '\0';
+        if (kind == '=' || kind == '!' || (kind == '<' && (next == '=' || next == '!'))) {
+          return FieldError(path, "assertions about the text around cannot be enforced");
+        }
+        if (kind == ':') {
+          i += 2;
+        } else {
+          i = std::min(pattern.find('>', i), pattern.size());  // a named group, or refused by the library
+        }
+      }
+      pieces->push_back('(');
+    } else if (c == ')' || c == '|' || c == '^' || c == '$') {
+      pieces->push_back(c);
+    } else if (c == '*' || c == '+') {
+      pieces->push_back('q');
+    } else if (c == '?') {
+      pieces->push_back('?');
+    } else if (size_t end = 0; c == '{' && IsQuantifier(pattern, i, &end)) {
+      pieces->push_back('q');
+      i = end;
+    } else {
+      pieces->push_back('c');
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Whether `anchor` stands only where nothing was taken before it, on any way through `pieces`.
+bool AtTheBegin(const Pieces& pieces, char anchor, char open, char close) {
+  struct Level {
+    bool begin;          // nothing was taken before this group
+    bool taken = false;  // by some alternative of it
+  };
+  std::vector<Level> levels = {{true}};
+  bool begin = true;
+  for (const char piece : pieces) {
+    if (piece == open) {
+      levels.push_back({begin});
+    } else if (piece == close) {
+      if (levels.size() == 1) return true;  // not well formed: the library says so
+      const bool taken = levels.back().taken;
+      begin = levels.back().begin && !taken;
+      levels.pop_back();
+      levels.back().taken = levels.back().taken || taken;
+    } else if (piece == '|') {
+      begin = levels.back().begin;
+    } else if (piece == anchor) {
+      if (!begin) return false;
+    } else if (piece == 'c') {
+      begin = false;
+      levels.back().taken = true;
+    }
+  }
+  return true;
+}
+
+// Whether a group that may come more than once holds an anchor.
+bool RepeatsAnAnchor(const Pieces& pieces) {
+  std::vector<bool> holds = {false};
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    if (pieces[i] == '(') holds.push_back(false);
+    if (pieces[i] == '^' || pieces[i] == '$') holds.back() = true;
+    if (pieces[i] != ')' || holds.size() == 1) continue;
+    const bool held = holds.back();
+    holds.pop_back();
+    holds.back() = holds.back() || held;
+    if (held && i + 1 < pieces.size() && pieces[i + 1] == 'q') return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+absl::Status CheckPattern(const std::string& pattern, const std::string& path, bool strict) {
+  absl::Status status = CheckSize(pattern, path);
+  if (!status.ok() || !strict) return status;
+  Pieces pieces;
+  status = Split(pattern, path, &pieces);
+  if (!status.ok()) return status;
+  const Pieces reversed(pieces.rbegin(), pieces.rend());
+  if (!AtTheBegin(pieces, '^', '(', ')') || !AtTheBegin(reversed, '$', ')', '(') || RepeatsAnAnchor(pieces)) {
+    return FieldError(path, "^ and $ can be enforced at the ends only");
+  }
+  return absl::OkStatus();
+}
+
+std::string AsciiPattern(const std::string& pattern) {
+  std::string out;
+  for (size_t i = 0; i < pattern.size();) {
+    if (pattern[i] == '\\' && i + 1 < pattern.size()) {
+      const auto escaped = static_cast<unsigned char>(pattern[i + 1]);
+      const bool printable = escaped >= 0x20 && escaped < 0x7f;
+      if (printable) out.append(pattern, i, 2);
+      i += printable ? 2 : 1;  // other characters need no escape
+      if (printable) continue;
+    }
+    const auto first = static_cast<unsigned char>(pattern[i]);
+    if (first >= 0x20 && first < 0x7f) {
+      out.push_back(pattern[i++]);
+      continue;
+    }
+    const size_t length = first < 0x80 ? 1 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
+    uint32_t point = length == 1 ? first : first & (0xffu >> (length + 1));
+    for (size_t k = 1; k < length && i + k < pattern.size(); ++k) {
+      point = point << 6 | (static_cast<unsigned char>(pattern[i + k]) & 0x3f);
+    }
+    absl::StrAppendFormat(&out, "\\u{%x}", point);
+    i += length;
+  }
+  return out;
+}
+
+}  // namespace k3

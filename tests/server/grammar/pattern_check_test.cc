@@ -1,0 +1,55 @@
+#include "server/grammar/pattern_check.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace k3 {
+namespace {
+
+bool Passes(const std::string& pattern, bool strict = true) { return CheckPattern(pattern, "p", strict).ok(); }
+
+TEST(PatternCheckTest, PatternsHaveLimits) {
+  for (const bool strict : {true, false}) {
+    EXPECT_TRUE(Passes("^[a-z]{1,20}(-[0-9]{4})*$", strict));
+    EXPECT_TRUE(Passes("a{b}", strict));
+    EXPECT_FALSE(Passes(std::string(5000, 'a'), strict));
+    EXPECT_FALSE(Passes("a{200000}", strict));
+    EXPECT_FALSE(Passes("((a{1,100}){1,100}){1,1000}", strict));
+    EXPECT_FALSE(Passes(std::string(200, '(') + std::string(200, ')'), strict));
+  }
+}
+
+TEST(PatternCheckTest, AnchorsHoldAtTheEndsOnly) {
+  for (const char* pattern : {"^a$", "^(a|b)$", "(^a|^b)c", "^a|b$", "(^a)?b", "a(b$|c$)", "^(?:x(y$|z$))", "[$^]",
+                              "\\^a\\$b", "(^)a", "^^a$$", "(?<name>^a)", "^$", ""}) {
+    EXPECT_TRUE(Passes(pattern)) << pattern;
+  }
+  for (const char* pattern :
+       {"a^b", "a$b", "(a$|b)c", "a(^b|c)", "a*^b", "a$b*", "(^a)+", "(^a){1,3}", "(a$)*", "(a|)^b", "a()$b"}) {
+    EXPECT_FALSE(Passes(pattern)) << pattern;
+    EXPECT_TRUE(Passes(pattern, /*strict=*/false)) << pattern;
+  }
+}
+
+TEST(PatternCheckTest, WhatTheLibraryWouldLeaveOutIsRefused) {
+  for (const char* pattern :
+       {"(?=a)b", "^(?!no).*$", "(?<=a)b", "(?<!a)b", "\\Aab", "ab\\Z", "\\bab", "\\p{L}", "(a)\\1"}) {
+    EXPECT_FALSE(Passes(pattern)) << pattern;
+  }
+  for (const char* pattern : {"\\d\\D\\w\\W\\s\\S\\n\\t\\x41\\u0041", "[\\b]", "a+?b*?", "[(?=]", "\\(?=a"}) {
+    EXPECT_TRUE(Passes(pattern)) << pattern;
+  }
+}
+
+TEST(PatternCheckTest, OtherCharactersAreWrittenByNumber) {
+  EXPECT_EQ(AsciiPattern("^[a-z]\\d$"), "^[a-z]\\d$");
+  EXPECT_EQ(AsciiPattern("\xc3\xbc+"), "\\u{fc}+");
+  EXPECT_EQ(AsciiPattern("[^\xe5\x90\x8d\xf0\x9f\x98\x80]"), "[^\\u{540d}\\u{1f600}]");
+  EXPECT_EQ(AsciiPattern("\\\xc3\xbc"), "\\u{fc}");        // escaped without need
+  EXPECT_EQ(AsciiPattern("\\\\\xc3\xbc"), "\\\\\\u{fc}");  // behind an escaped backslash
+  EXPECT_EQ(AsciiPattern("a\nb\x7f"), "a\\u{a}b\\u{7f}");
+}
+
+}  // namespace
+}  // namespace k3
