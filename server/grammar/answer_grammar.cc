@@ -93,9 +93,9 @@ absl::StatusOr<GrammarNode> ConstraintNode(const RequestedConstraint& constraint
       return GrammarNode::Of(GrammarNode::Kind::kRegex, constraint.text);
     }
     case Kind::kEbnf:
-      return GrammarNode::Of(GrammarNode::Kind::kEbnf, constraint.text);
+      return GrammarNode::Foreign(GrammarNode::Kind::kEbnf, constraint.text);
     case Kind::kStructuralTag:
-      return GrammarNode::Of(GrammarNode::Kind::kStructuralTag, constraint.text);
+      return GrammarNode::Foreign(GrammarNode::Kind::kStructuralTag, constraint.text);
     case Kind::kNone:
       break;
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -27,8 +28,10 @@ class GrammarEngine {
  public:
   virtual ~GrammarEngine() = default;
   // Blocks for milliseconds up to many seconds, whatever the grammar: see GrammarPool. INVALID_ARGUMENT when it cannot
-  // be compiled, or when following it would hold the engine up.
-  virtual absl::StatusOr<std::shared_ptr<const CompiledGrammar>> Compile(const GrammarNode& root) const = 0;
+  // be compiled, or when following it would hold the engine up; DEADLINE_EXCEEDED when it was given up after
+  // `time_limit` of the thread's processor time.
+  virtual absl::StatusOr<std::shared_ptr<const CompiledGrammar>> Compile(
+      const GrammarNode& root, std::chrono::milliseconds time_limit) const = 0;
 };
 
 // `vocab_size` is the model's, which may exceed the tokenizer's; `stop_ids` end an answer and are allowed where the

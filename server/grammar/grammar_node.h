@@ -30,25 +30,33 @@ struct GrammarNode {
   std::vector<int32_t> ids;
   bool compact = false;  // kJsonSchema: no white space between the tokens of the JSON; else at most one character
   std::vector<GrammarNode> children;
+  bool foreign = false;  // kEbnf, kStructuralTag: a client's own grammar, of which nothing is known
 
-  static GrammarNode Literal(std::string text) { return {Kind::kLiteral, std::move(text), {}, false, {}}; }
-  static GrammarNode Text() { return {Kind::kText, "", {}, false, {}}; }
-  static GrammarNode Token(int32_t id) { return {Kind::kToken, "", {id}, false, {}}; }
+  static GrammarNode Literal(std::string text) { return {Kind::kLiteral, std::move(text), {}, false, {}, false}; }
+  static GrammarNode Text() { return {Kind::kText, "", {}, false, {}, false}; }
+  static GrammarNode Token(int32_t id) { return {Kind::kToken, "", {id}, false, {}, false}; }
   static GrammarNode AnyTokens(std::vector<int32_t> except) {
-    return {Kind::kAnyTokens, "", std::move(except), false, {}};
+    return {Kind::kAnyTokens, "", std::move(except), false, {}, false};
   }
   static GrammarNode JsonSchema(std::string schema, bool compact) {
-    return {Kind::kJsonSchema, std::move(schema), {}, compact, {}};
+    return {Kind::kJsonSchema, std::move(schema), {}, compact, {}, false};
   }
-  static GrammarNode Of(Kind kind, std::string text) { return {kind, std::move(text), {}, false, {}}; }
+  static GrammarNode Of(Kind kind, std::string text) { return {kind, std::move(text), {}, false, {}, false}; }
   static GrammarNode Sequence(std::vector<GrammarNode> children) {
-    return {Kind::kSequence, "", {}, false, std::move(children)};
+    return {Kind::kSequence, "", {}, false, std::move(children), false};
   }
   static GrammarNode Choice(std::vector<GrammarNode> children) {
-    return {Kind::kChoice, "", {}, false, std::move(children)};
+    return {Kind::kChoice, "", {}, false, std::move(children), false};
   }
-  static GrammarNode Optional(GrammarNode child) { return {Kind::kOptional, "", {}, false, {std::move(child)}}; }
-  static GrammarNode OneOrMore(GrammarNode child) { return {Kind::kOneOrMore, "", {}, false, {std::move(child)}}; }
+  static GrammarNode Optional(GrammarNode child) { return {Kind::kOptional, "", {}, false, {std::move(child)}, false}; }
+  static GrammarNode OneOrMore(GrammarNode child) {
+    return {Kind::kOneOrMore, "", {}, false, {std::move(child)}, false};
+  }
+
+  static GrammarNode Foreign(Kind kind, std::string text) { return {kind, std::move(text), {}, false, {}, true}; }
+
+  // About how much there is to compile, in bytes of a schema; beyond any limit when that cannot be told.
+  double Cost() const;
 
   // Equal for equal trees and only for them.
   void AppendKey(std::string* key) const;

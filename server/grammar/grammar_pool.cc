@@ -1,7 +1,9 @@
 #include "server/grammar/grammar_pool.h"
 
-#include <deque>
+#include <cstdint>
 #include <optional>
+#include <set>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -16,11 +18,17 @@ absl::Status TooSlow(std::chrono::milliseconds limit) {
       absl::StrCat("takes more than ", limit.count() / 1000.0, " seconds to compile: it is too large or too deep"));
 }
 
+absl::Status Overloaded() { return absl::ResourceExhaustedError("too many grammars wait to be compiled"); }
+
 }  // namespace
 
 struct GrammarPool::Shared {
+  // Ordered by cost, then by arrival.
+  using Line = std::set<std::tuple<double, uint64_t, std::string>>;
   struct Job {
     GrammarNode root;
+    double cost = 0;
+    uint64_t number = 0;
     Clock::time_point deadline;
     std::vector<Done> waiters;
     bool started = false;
@@ -65,28 +73,58 @@ struct GrammarPool::Shared {
     for (const Done& done : waiters) done(result);
   }
 
-  void Work() {
+  void Work(bool slow) {
+    Line& line = slow ? slow_line : quick_line;
     std::unique_lock lock(mutex);
     while (true) {
-      wake.wait(lock, [&] { return stopping || !queue.empty(); });
+      wake.wait(lock, [&] { return stopping || !line.empty(); });
       if (stopping) break;
-      const std::string key = std::move(queue.front());
-      queue.pop_front();
+      const std::string key = std::get<std::string>(*line.begin());
+      line.erase(line.begin());
       const auto job = jobs.find(key);
       if (job == jobs.end()) continue;  // gave up waiting
       job->second.started = true;
+      // The engine gives up by itself, in processor time; this is for one that does not.
+      job->second.deadline = Clock::now() + 2 * options.time_limit;
       const GrammarNode root = job->second.root;
       lock.unlock();
-      Result result = engine->Compile(root);
+      Result result = engine->Compile(root, slow ? options.time_limit : options.quick_limit);
       if (result.ok() && (*result)->bytes() > options.max_bytes) {
         result = absl::InvalidArgumentError(
             absl::StrCat("needs ", (*result)->bytes() >> 20, " MiB when compiled; at most ", options.max_bytes >> 20));
       }
+      const bool late = result.status().code() == absl::StatusCode::kDeadlineExceeded;
+      lock.lock();
+      if (late && !slow) {
+        MoveToSlow(key, &lock);
+        continue;
+      }
+      if (late) result = TooSlow(options.time_limit);
+      lock.unlock();
       Finish(key, result);
       lock.lock();
     }
     --running;
     ended.notify_all();
+  }
+
+  // With the lock held, which is let go meanwhile where those who wait are told that the line is too long.
+  void MoveToSlow(const std::string& key, std::unique_lock<std::mutex>* lock) {
+    const auto job = jobs.find(key);
+    if (job == jobs.end()) return;  // nobody waits for it any more
+    if (slow_line.size() < options.max_slow_waiting) {
+      job->second.started = false;
+      job->second.deadline = Clock::now() + options.time_limit;
+      slow_line.emplace(job->second.cost, job->second.number, key);
+      wake.notify_all();
+      watch.notify_one();
+      return;
+    }
+    const std::vector<Done> waiters = std::move(job->second.waiters);
+    jobs.erase(job);
+    lock->unlock();
+    for (const Done& done : waiters) done(Overloaded());
+    lock->lock();
   }
 
   // Ends what has waited too long.
@@ -128,10 +166,12 @@ struct GrammarPool::Shared {
       const auto job = jobs.find(key);
       if (job == jobs.end()) return;
       waiters = std::move(job->second.waiters);
+      const std::tuple<double, uint64_t, std::string> place{job->second.cost, job->second.number, key};
+      quick_line.erase(place);
+      slow_line.erase(place);
       jobs.erase(job);
-      std::erase(queue, key);
     }
-    for (const Done& done : waiters) done(absl::ResourceExhaustedError("too many grammars wait to be compiled"));
+    for (const Done& done : waiters) done(Overloaded());
   }
 
   const Options options;
@@ -143,7 +183,8 @@ struct GrammarPool::Shared {
   std::condition_variable ended;
   bool stopping = false;
   int running = 0;
-  std::deque<std::string> queue;
+  Line quick_line, slow_line;
+  uint64_t next_number = 0;
   std::unordered_map<std::string, Job> jobs;
   std::list<Entry> entries;  // latest use first
   std::unordered_map<std::string, std::list<Entry>::iterator> index;
@@ -152,8 +193,10 @@ struct GrammarPool::Shared {
 
 GrammarPool::GrammarPool(Options options, std::unique_ptr<GrammarEngine> engine)
     : shared_(std::make_shared<Shared>(options, std::move(engine))) {
-  shared_->running = options.threads + 1;
-  for (int i = 0; i < options.threads; ++i) std::thread([shared = shared_] { shared->Work(); }).detach();
+  shared_->running = options.quick_threads + options.slow_threads + 1;
+  for (int i = 0; i < options.quick_threads + options.slow_threads; ++i) {
+    std::thread([shared = shared_, slow = i >= options.quick_threads] { shared->Work(slow); }).detach();
+  }
   std::thread([shared = shared_] { shared->Watch(); }).detach();
 }
 
@@ -184,19 +227,30 @@ void GrammarPool::Get(const GrammarNode& root, Done done) {
       shared_->entries.splice(shared_->entries.begin(), shared_->entries, found->second);
       result = found->second->result;
     } else if (const auto job = shared_->jobs.find(key); job != shared_->jobs.end()) {
-      job->second.waiters.push_back(std::move(done));
+      if (job->second.waiters.size() < shared_->options.max_waiters) {
+        job->second.waiters.push_back(std::move(done));
+      } else {
+        result = absl::ResourceExhaustedError("too many requests wait for this grammar");
+      }
     } else if (shared_->stopping) {
       result = absl::UnavailableError("the server is stopping");
-    } else if (shared_->queue.size() >= shared_->options.max_waiting) {
-      result = absl::ResourceExhaustedError("too many grammars wait to be compiled");
     } else {
-      Shared::Job& added = shared_->jobs[key];
-      added.root = root;
-      added.deadline = Clock::now() + shared_->options.time_limit;
-      added.waiters.push_back(std::move(done));
-      shared_->queue.push_back(key);
-      shared_->wake.notify_one();
-      shared_->watch.notify_one();
+      const double cost = root.Cost();
+      const bool slow = cost > shared_->options.quick_cost;
+      Shared::Line& line = slow ? shared_->slow_line : shared_->quick_line;
+      if (line.size() >= (slow ? shared_->options.max_slow_waiting : shared_->options.max_waiting)) {
+        result = Overloaded();
+      } else {
+        Shared::Job& added = shared_->jobs[key];
+        added.root = root;
+        added.cost = cost;
+        added.number = shared_->next_number++;
+        added.deadline = Clock::now() + shared_->options.time_limit;
+        added.waiters.push_back(std::move(done));
+        line.emplace(cost, added.number, key);
+        shared_->wake.notify_all();
+        shared_->watch.notify_one();
+      }
     }
   }
   if (result.has_value()) done(*std::move(result));

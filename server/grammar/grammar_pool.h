@@ -17,15 +17,23 @@
 
 namespace k3 {
 
-// Compiles grammars on a few threads of its own, so that neither event loops nor the engine wait, and keeps the latest.
-// A grammar that takes too long is refused, and remembered as such: what asks for it again is refused at once.
-// Thread-safe.
+// Compiles grammars on threads of its own, so that neither event loops nor the engine wait, and keeps the latest.
+//
+// Two kinds of threads: quick ones for what looks cheap (GrammarNode::Cost), the cheapest first, and slow ones for
+// clients' own grammars, for large ones, and for what was not done in the quick ones' time. So a flood of hard grammars
+// holds up other hard grammars only. What takes too long is given up, refused, and remembered as such; where a line is
+// too long, whoever asks is told at once to come back. Thread-safe.
 class GrammarPool {
  public:
   struct Options {
-    int threads = 2;
+    int quick_threads = 2;
+    int slow_threads = 1;
+    double quick_cost = 128 << 10;                 // the most that counts as cheap
+    std::chrono::milliseconds quick_limit{2'000};  // of processor time, of a compilation by a quick thread
     std::chrono::milliseconds time_limit{10'000};  // from the request to the compiled grammar
-    size_t max_waiting = 256;                      // distinct grammars
+    size_t max_waiting = 256;                      // distinct grammars for the quick threads
+    size_t max_slow_waiting = 16;                  // for the slow ones
+    size_t max_waiters = 4'096;                    // requests that wait for one grammar
     size_t max_bytes = size_t{64} << 20;           // of one grammar
     size_t cache_bytes = size_t{512} << 20;        // of all that are kept
     size_t cache_entries = 2048;
@@ -39,7 +47,7 @@ class GrammarPool {
   GrammarPool& operator=(const GrammarPool&) = delete;
 
   // Calls `done` exactly once: at once when the grammar is known, else on a thread of the pool. INVALID_ARGUMENT when
-  // it does not compile in time and size, RESOURCE_EXHAUSTED when too many wait.
+  // it does not compile in time and size, RESOURCE_EXHAUSTED when too many wait or its turn did not come in time.
   void Get(const GrammarNode& root, Done done);
 
   // Waits a moment for compilations that still run, then leaves them to themselves; whoever waits for one gets

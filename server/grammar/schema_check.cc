@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
+#include <deque>
 #include <initializer_list>
 #include <string_view>
 #include <unordered_map>
@@ -185,6 +186,12 @@ class Checker {
       }
       return absl::OkStatus();
     }
+    if (key == "propertyNames" && value.is_object() && value.Find("type") == nullptr &&
+        std::none_of(value.keys.begin(), value.keys.end(), IsDecisive)) {
+      typed_.push_back(value);  // names are strings
+      typed_.back().Set("type", JsonValue::String("string"));
+      return Check(typed_.back(), path, depth + 1);
+    }
     if (HoldsSchema(key)) return value.is_bool() ? absl::OkStatus() : Check(value, path, depth + 1);
     if (key == "$ref") return CheckReference(value, path);
     if (key == "type") return CheckType(value, path);
@@ -310,6 +317,7 @@ class Checker {
 
   const JsonValue& root_;
   const bool strict_;
+  std::deque<JsonValue> typed_;  // copies of schemas, with a type
   std::unordered_set<const JsonValue*> checked_;
   std::vector<std::pair<const JsonValue*, std::string>> targets_;  // of references, with their places
   size_t values_ = 0;

@@ -16,6 +16,7 @@
 #include "absl/strings/str_replace.h"
 #include "server/grammar/grammar_engine.h"
 #include "server/grammar/length_limits.h"
+#include "server/grammar/xgrammar_deadline.h"
 #include "server/text/json_parser.h"
 #include "server/text/json_value.h"
 #include "server/text/json_writer.h"
@@ -28,8 +29,16 @@
 namespace k3 {
 namespace {
 
-// A step that takes this long holds every other request up.
-constexpr std::chrono::milliseconds kSlowestStep{50};
+// Seconds of processor time for one token: masks are made between the steps of the engine, so longer ones would hold
+// every other request up. Usual grammars need 0.00003 of them at 160,000 tokens.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr double kSlowness = 10;
+#else
+constexpr double kSlowness = 1;
+#endif
+constexpr double kSlowestStep = 0.01 * kSlowness;
+constexpr double kUsualStep = 0.001 * kSlowness;  // what exceeds it adds up,
+constexpr double kAllowance = 0.1 * kSlowness;    // to no more than this
 constexpr int kProbeSteps = 48;
 
 // Control tokens take part by id only: in the vocabulary they begin with a byte that no text has.
@@ -99,6 +108,7 @@ class XgrammarConstraint final : public TokenConstraint {
   }
 
   bool fits() const { return fits_; }
+  bool given_up() const { return given_up_; }  // a step took too long
 
   bool FillMask(std::span<uint32_t> mask) override {
     if (matcher_.IsTerminated()) {
@@ -107,7 +117,6 @@ class XgrammarConstraint final : public TokenConstraint {
       for (const int32_t id : grammar_->stop_ids) mask[static_cast<size_t>(id) / 32] |= 1u << (id % 32);
       return true;
     }
-    const auto begin = std::chrono::steady_clock::now();
     int64_t shape = static_cast<int64_t>(mask.size());
     DLTensor tensor{};
     tensor.data = mask.data();
@@ -115,8 +124,16 @@ class XgrammarConstraint final : public TokenConstraint {
     tensor.ndim = 1;
     tensor.dtype = xgrammar::GetBitmaskDLType();
     tensor.shape = &shape;
-    const bool restricts = matcher_.FillNextTokenBitmask(&tensor);
-    if (std::chrono::steady_clock::now() - begin > kSlowestStep && ++slow_steps_ > 3) {
+    bool restricts = true;
+    const double begin = xgrammar::ProcessorSeconds();
+    try {
+      const xgrammar::ScopedDeadline deadline(kSlowestStep);
+      restricts = !given_up_ && matcher_.FillNextTokenBitmask(&tensor);
+    } catch (const std::exception&) {
+      given_up_ = true;
+    }
+    Spend(begin);
+    if (given_up_) {
       // Too ambiguous to follow: nothing is allowed any more, which ends this request and spares the others.
       std::fill(mask.begin(), mask.end(), 0u);
       return true;
@@ -132,6 +149,25 @@ class XgrammarConstraint final : public TokenConstraint {
     if (matcher_.IsTerminated()) {
       return std::find(grammar_->stop_ids.begin(), grammar_->stop_ids.end(), token) != grammar_->stop_ids.end();
     }
+    if (given_up_) return false;
+    const double begin = xgrammar::ProcessorSeconds();
+    const bool accepted = AcceptNow(token);
+    Spend(begin);
+    return accepted;
+  }
+
+  std::unique_ptr<TokenConstraint> Fork() const override {
+    return std::make_unique<XgrammarConstraint>(grammar_, begun_);
+  }
+
+ private:
+  void Spend(double begin) {
+    const double seconds = xgrammar::ProcessorSeconds() - begin;
+    spent_ = std::max(0.0, spent_ + seconds - kUsualStep);
+    if (seconds > kSlowestStep || spent_ > kAllowance) given_up_ = true;
+  }
+
+  bool AcceptNow(int32_t token) {
     if (!grammar_->any) return matcher_.AcceptToken(token);
     const std::vector<std::string>& words = grammar_->words;
     if (token < 0 || static_cast<size_t>(token) >= words.size()) return false;
@@ -145,11 +181,6 @@ class XgrammarConstraint final : public TokenConstraint {
     return true;
   }
 
-  std::unique_ptr<TokenConstraint> Fork() const override {
-    return std::make_unique<XgrammarConstraint>(grammar_, begun_);
-  }
-
- private:
   // The limit of the string that the answer is in, and the characters that it has. Of several ways to read the answer
   // the strictest: what it leaves fits all of them.
   std::pair<std::optional<LengthLimit>, int32_t> Limit() {
@@ -182,7 +213,8 @@ class XgrammarConstraint final : public TokenConstraint {
   std::string text_;  // accepted so far, without control tokens; only where strings are counted
   xgrammar::GrammarMatcher matcher_;
   bool fits_;
-  int slow_steps_ = 0;
+  bool given_up_ = false;
+  double spent_ = 0;  // seconds above the usual, lately
 };
 
 class XgrammarGrammar final : public CompiledGrammar {
@@ -388,9 +420,11 @@ absl::Status Probe(const std::shared_ptr<const Limited>& grammar, int32_t vocab_
   std::vector<int32_t> allowed;
   uint32_t random = 12345;
   for (int step = 0; step < kProbeSteps; ++step) {
-    const auto begin = std::chrono::steady_clock::now();
     std::fill(mask.begin(), mask.end(), ~0u);
     constraint.FillMask(mask);
+    if (constraint.given_up()) {
+      return absl::InvalidArgumentError("is too ambiguous: following it would take too long");
+    }
     allowed.clear();
     for (int32_t id = 0; id < vocab_size; ++id) {
       if ((mask[static_cast<size_t>(id) / 32] >> (id % 32) & 1) != 0) allowed.push_back(id);
@@ -401,10 +435,11 @@ absl::Status Probe(const std::shared_ptr<const Limited>& grammar, int32_t vocab_
     }
     random = random * 1664525u + 1013904223u;
     const int32_t token = allowed[(random >> 8) % allowed.size()];
-    if (!constraint.Accept(token)) return absl::OkStatus();
-    if (std::chrono::steady_clock::now() - begin > kSlowestStep) {
+    const bool accepted = constraint.Accept(token);
+    if (constraint.given_up()) {
       return absl::InvalidArgumentError("is too ambiguous: following it would take too long");
     }
+    if (!accepted) return absl::OkStatus();
     if (std::find(stop_ids.begin(), stop_ids.end(), token) != stop_ids.end()) return absl::OkStatus();
   }
   return absl::OkStatus();
@@ -419,8 +454,10 @@ class XgrammarEngine final : public GrammarEngine {
         vocab_size_(vocab_size),
         stop_ids_(std::move(stop_ids)) {}
 
-  absl::StatusOr<std::shared_ptr<const CompiledGrammar>> Compile(const GrammarNode& root) const override {
+  absl::StatusOr<std::shared_ptr<const CompiledGrammar>> Compile(const GrammarNode& root,
+                                                                 std::chrono::milliseconds time_limit) const override {
     try {
+      const xgrammar::ScopedDeadline deadline(std::chrono::duration<double>(time_limit).count());
       JsonValue tag = Format("structural_tag");
       tag.Set("format", ToFormat(root));
       const auto grammar = xgrammar::Grammar::FromStructuralTag(WriteJson(tag, {.number_as_written = true}), info_);
@@ -434,6 +471,8 @@ class XgrammarEngine final : public GrammarEngine {
       const absl::Status status = Probe(compiled, vocab_size_);
       if (!status.ok()) return status;
       return std::make_shared<XgrammarGrammar>(std::move(compiled));
+    } catch (const xgrammar::DeadlinePassed&) {
+      return absl::DeadlineExceededError("takes too long to compile");
     } catch (const std::exception& error) {
       return absl::InvalidArgumentError(WithoutPlace(error.what()));
     }

@@ -1,5 +1,5 @@
-// Structured output for one vocabulary: how long usual grammars take to compile, what they weigh, and what 64 rows cost a
-// step of the engine. Rows follow the grammar with tokens drawn from a fixed seed among those allowed.
+// Structured output for one vocabulary: how long usual grammars take to compile, what they weigh, and what 64 rows cost
+// a step of the engine. Rows follow the grammar with tokens drawn from a fixed seed among those allowed.
 //   cpu/grammar_compile/*   milliseconds on an idle core
 //   cpu/grammar_bytes/*     MB of the compiled grammar
 //   cpu/grammar_masks/*     microseconds for the masks of 64 rows of one step: median and slowest of the walk
@@ -73,15 +73,19 @@ std::string Object(int properties) {
       R"({"type":"object","properties":{)",
       Repeat(properties, ",",
              [](int i) { return absl::StrCat("\"property_", i, "\":", kValues[static_cast<size_t>(i) % 8]); }),
-      R"(},"required":[)", Repeat((properties + 1) / 2, ",", [](int i) { return absl::StrCat("\"property_", 2 * i, "\""); }),
+      R"(},"required":[)",
+      Repeat((properties + 1) / 2, ",", [](int i) { return absl::StrCat("\"property_", 2 * i, "\""); }),
       R"(],"additionalProperties":false})");
 }
 
 std::string Tools(int count) {
-  return absl::StrCat("[", Repeat(count, ",", [](int i) {
-    return absl::StrCat(R"({"type":"function","function":{"name":"tool_)", i, R"(","strict":true,"parameters":)",
-                        Object(6), "}}");
-  }), "]");
+  return absl::StrCat("[",
+                      Repeat(count, ",",
+                             [](int i) {
+                               return absl::StrCat(R"({"type":"function","function":{"name":"tool_)", i,
+                                                   R"(","strict":true,"parameters":)", Object(6), "}}");
+                             }),
+                      "]");
 }
 
 std::vector<Case> Cases(const std::string& ebnf) {
@@ -107,7 +111,8 @@ std::vector<Case> Cases(const std::string& ebnf) {
 
 class Walk {
  public:
-  Walk(std::unique_ptr<TokenConstraint> constraint, uint32_t seed) : constraint_(std::move(constraint)), random_(seed) {}
+  Walk(std::unique_ptr<TokenConstraint> constraint, uint32_t seed)
+      : constraint_(std::move(constraint)), random_(seed) {}
 
   void FillMask(std::vector<uint32_t>& mask) { constraint_->FillMask(mask); }
 
@@ -168,13 +173,14 @@ int Main(int argc, char** argv) {
     if (!only.empty() && c.name != only) continue;
     // Raw prompts where the answer alone matters, chats for tools.
     const bool chat = c.request.constraint.kind == RequestedConstraint::Kind::kNone;
-    const auto grammar = BuildAnswerGrammar(c.request, **tokenizer, DetectChatFormat(**tokenizer), chat ? &prompt : nullptr);
+    const auto grammar =
+        BuildAnswerGrammar(c.request, **tokenizer, DetectChatFormat(**tokenizer), chat ? &prompt : nullptr);
     if (!grammar.ok()) {
       std::fprintf(stderr, "%s: %s\n", c.name.c_str(), grammar.status().ToString().c_str());
       return 1;
     }
     const auto start = Clock::now();
-    const auto compiled = engine->Compile((*grammar)->root);
+    const auto compiled = engine->Compile((*grammar)->root, std::chrono::minutes(5));
     const double compile = Milliseconds(start);
     if (!compiled.ok()) {
       std::printf("%-14s %12.1f %s\n", c.name.c_str(), compile, compiled.status().ToString().c_str());

@@ -15,9 +15,9 @@ from grpc_stubs import chat_spec, service, service_grpc, token_spec
 from running_server import RunningServer, main
 
 
-def status_of(url):
+def status_of(url, body=None):
     try:
-        with urllib.request.urlopen(url) as reply:
+        with urllib.request.urlopen(url, body) as reply:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -114,39 +114,55 @@ class ServeTest(unittest.TestCase):
             self.assertEqual(events[-1], "[DONE]")
             self.assertEqual(json.loads(events[-2])["error"]["type"], "server_error")
 
-    # B45.
+    # B45. The times are what the server can do: of several tries on a busy machine one must be in time; all else holds
+    # in each.
+    def in_time(self, drain):
+        for _ in range(5):
+            if drain():
+                return
+        self.fail("too slow in every try")
+
     def test_running_streams_end_before_the_process(self):
-        server = self.start()
-        results, threads = self.streams(server, 2, 400, http=2)
-        with grpc.insecure_channel(server.grpc) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            watch = health.Watch(health_pb2.HealthCheckRequest())
-            self.assertEqual(next(watch).status, health_pb2.HealthCheckResponse.SERVING)
-            begin = time.monotonic()
-            server.process.send_signal(signal.SIGTERM)
-            self.assertEqual(next(watch).status, health_pb2.HealthCheckResponse.NOT_SERVING)
-            self.assertLess(time.monotonic() - begin, 1)  # at once; tests run beside others
-            self.assertEqual(status_of(server.url + "/health/ready"), 503)
-            self.assertEqual(status_of(server.url + "/health/live"), 200)
-            with self.assertRaises(grpc.RpcError) as caught:
-                list(service_grpc.GenerationServiceStub(channel).StreamGenerate(
-                    service.StreamGenerateRequest(spec=chat_spec("x"))))
-            self.assertEqual(caught.exception.code(), grpc.StatusCode.UNAVAILABLE)
-        for thread in threads:
-            thread.join()
-        self.assertEqual(results, [400] * 4)
-        self.assertEqual(server.process.wait(timeout=10), 0)
+        def drain():
+            server = self.start()
+            tokens = 1200  # some 3 s of four streams
+            results, threads = self.streams(server, 2, tokens, http=2)
+            with grpc.insecure_channel(server.grpc) as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                watch = health.Watch(health_pb2.HealthCheckRequest())
+                self.assertEqual(next(watch).status, health_pb2.HealthCheckResponse.SERVING)
+                begin = time.monotonic()
+                server.process.send_signal(signal.SIGTERM)
+                self.assertEqual(next(watch).status, health_pb2.HealthCheckResponse.NOT_SERVING)
+                self.assertEqual(status_of(server.url + "/health/ready"), 503)
+                unready = time.monotonic() - begin
+                self.assertEqual(status_of(server.url + "/health/live"), 200)
+                with self.assertRaises(grpc.RpcError) as caught:
+                    list(service_grpc.GenerationServiceStub(channel).StreamGenerate(
+                        service.StreamGenerateRequest(spec=chat_spec("x"))))
+                self.assertEqual(caught.exception.code(), grpc.StatusCode.UNAVAILABLE)
+                self.assertEqual(status_of(server.url + "/v1/completions", b'{"prompt": "x"}'), 503)
+            for thread in threads:
+                thread.join()
+            done = time.monotonic()
+            self.assertEqual(results, [tokens] * 4)
+            self.assertEqual(server.process.wait(timeout=30), 0)
+            return unready < 0.2 and time.monotonic() - done < 2
+        self.in_time(drain)
 
     def test_what_outlasts_the_timeout_ends_unavailable(self):
-        server = self.start("--shutdown-timeout", "0.3")
-        results, threads = self.streams(server, 2, 200000, http=2)
-        begin = time.monotonic()
-        server.process.send_signal(signal.SIGTERM)
-        self.assertEqual(server.process.wait(timeout=10), 0)
-        self.assertLess(time.monotonic() - begin, 2)
-        for thread in threads:
-            thread.join()
-        self.assertEqual(results, [grpc.StatusCode.UNAVAILABLE] * 2 + ["server_error"] * 2)
+        def drain():
+            server = self.start("--shutdown-timeout", "1")
+            results, threads = self.streams(server, 2, 200000, http=2)
+            begin = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            self.assertEqual(server.process.wait(timeout=30), 0)
+            seconds = time.monotonic() - begin
+            for thread in threads:
+                thread.join()
+            self.assertEqual(results, [grpc.StatusCode.UNAVAILABLE] * 2 + ["server_error"] * 2)
+            return seconds < 2
+        self.in_time(drain)
 
     def test_a_second_signal_ends_at_once(self):
         server = self.start()

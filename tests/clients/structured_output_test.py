@@ -269,6 +269,40 @@ class HostileTest(unittest.TestCase):
         self.assertLess(slowest, 5)
 
 
+    def test_a_flood_of_hard_grammars(self):
+        """More of them than there are threads and places, each another: plain requests and new, ordinary schemas are
+        answered meanwhile, and what finds no place is told to come back."""
+        def hard(i):
+            grammars = ({"guided_grammar": 'root ::= "%d" ' % i + " ".join('("a" | "a" "a")*' for _ in range(60))},
+                        {"guided_grammar": 'root ::= "%d" x\nx ::= x x | "a" | x x x' % i},
+                        {"guided_regex": "%d(a|a?)*" % i + "(b|b?)*" * 40},
+                        {"guided_json": {"type": "object", "properties": {
+                            "p%d_%d" % (i, k): {"type": "string", "pattern": "^.{1,%d}$" % (900 + i)} for k in range(60)}}})
+            return post("/v1/completions", {"prompt": "x", "max_tokens": 4, **grammars[i % 4]})
+
+        def memory():
+            with open("/proc/%d/status" % SERVER.process.pid) as file:
+                return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmRSS"))
+
+        before = memory()
+        with concurrent.futures.ThreadPoolExecutor(60) as pool:
+            running = [pool.submit(hard, i) for i in range(60)]
+            slowest = 0
+            for i in range(20):
+                began = time.monotonic()
+                schema = {"type": "object", "properties": {"n%d" % i: {"type": "string", "maxLength": 5}}}
+                body = {"prompt": "x", "max_tokens": 4}
+                self.assertEqual(post("/v1/completions", body)[0], 200)
+                self.assertEqual(post("/v1/completions", {**body, "guided_json": schema})[0], 200)
+                slowest = max(slowest, time.monotonic() - began)
+            codes = [r.result()[0] for r in running]
+        self.assertLessEqual(set(codes), {200, 400, 429})
+        print("flood: slowest ordinary request %.1f s, memory +%.0f MB, %s" % (
+            slowest, memory() - before, {code: codes.count(code) for code in set(codes)}))
+        self.assertLess(slowest, 20)
+        self.assertLess(memory() - before, 1024)
+
+
 class ToolsTest(unittest.TestCase):
     def test_required_named_and_parallel(self):
         tools = [tool("look", {"type": "object", "properties": {"what": {"type": "string", "maxLength": 9}},
@@ -371,6 +405,205 @@ class ToolsTest(unittest.TestCase):
         if reply.choices[0].finish_reason != "length" and message.content:
             jsonschema.validate(json.loads(message.content), PERSON)
         self.assertTrue(message.content or message.tool_calls or reply.choices[0].finish_reason == "length")
+
+
+class EnforcedTest(unittest.TestCase):
+    """Whatever a strict schema says is enforced, or its place is named."""
+
+    KEYS = ["a", "b", "ab", "\u00fc", "x\"y", "a&b"]
+    PATTERNS = ["^[a-c]{1,4}$", "a", "^x-[0-9]+$", "[^\u00fc]", "^(a|b)+$", "^.{2,5}$", "\u00e9{1,3}"]
+
+    def scalar(self, rng):
+        return rng.choice(["a", "b", "xx", 1, 2.5, 3.0, None, True, [1], {"a": 1}, "\n", "\u540d"])
+
+    def schema(self, rng, depth):
+        """Any keywords, with and without sense together."""
+        def some(share):
+            return rng.random() < share
+
+        kind, s = rng.random(), {}
+        if depth < 3 and kind < .12:
+            s[rng.choice(["anyOf", "oneOf", "allOf"])] = [self.schema(rng, depth + 1) for _ in range(rng.randrange(1, 3))]
+            if some(.3):
+                s["type"] = rng.choice(["string", "object", "integer", ["string", "null"]])
+            return s
+        if kind < .18:
+            s["enum"] = [self.scalar(rng) for _ in range(rng.randrange(1, 4))]
+            if some(.4):
+                s["type"] = rng.choice(["string", "integer", "number"])
+            return s
+        if kind < .22:
+            return {"const": self.scalar(rng)}
+        if kind < .26:
+            return {"$ref": "#/$defs/" + rng.choice("pq")}
+        types = rng.choice([["string"], ["integer"], ["number"], ["boolean"], ["null"], ["array"], ["object"], ["object"],
+                            ["array"], ["string", "integer"], ["null", "object"], []])
+        if types:
+            s["type"] = types[0] if len(types) == 1 else types
+        for word in types or rng.sample(["string", "integer", "array", "object"], 2):
+            if word == "string":
+                if some(.4):
+                    s["minLength"] = rng.randrange(6)
+                if some(.4):
+                    s["maxLength"] = s.get("minLength", 0) + rng.randrange(8)
+                if some(.25):
+                    s["pattern"] = rng.choice(self.PATTERNS)
+                if some(.15):
+                    s["format"] = rng.choice(["date", "email", "uuid", "ipv4", "time", "unknown"])
+            elif word in ("integer", "number"):
+                if some(.4):
+                    s[rng.choice(["minimum", "exclusiveMinimum"])] = rng.choice([-5, 0, 1, 10, .5])
+                if some(.4):
+                    s[rng.choice(["maximum", "exclusiveMaximum"])] = rng.choice([11, 20, 1000, 12.5])
+                if some(.2):
+                    s["multipleOf"] = rng.choice([2, 3, .5, 5])
+            elif word == "array":
+                if depth < 3 and some(.7):
+                    s["items"] = self.schema(rng, depth + 1)
+                if depth < 3 and some(.2):
+                    s["prefixItems"] = [self.schema(rng, depth + 1)]
+                if some(.3):
+                    s["minItems"] = rng.randrange(3)
+                if some(.5):
+                    s["maxItems"] = s.get("minItems", 0) + rng.randrange(3)
+                if some(.1):
+                    s["uniqueItems"] = rng.choice([True, False])
+                if some(.05):
+                    s["contains"] = {"type": "integer"}
+            elif word == "object":
+                if depth < 3 and some(.7):
+                    s["properties"] = {k: self.schema(rng, depth + 1) for k in rng.sample(self.KEYS, rng.randrange(4))}
+                if some(.5):
+                    s["required"] = (rng.sample(self.KEYS, rng.randrange(3)) if some(.2)
+                                     else [k for k in s.get("properties", {}) if some(.5)])
+                if some(.4):
+                    s["additionalProperties"] = rng.choice([True, False, {"type": "integer"},
+                                                            {"type": "string", "maxLength": 3}])
+                if some(.12):
+                    s["patternProperties"] = {rng.choice(self.PATTERNS): {"type": "boolean"}}
+                if some(.1):
+                    s["propertyNames"] = rng.choice([{"pattern": "^[ab]+$"}, {"enum": ["a", "b"]}, {"maxLength": 2},
+                                                     {"type": "string"}])
+                if some(.2):
+                    s["minProperties"] = rng.randrange(3)
+                if some(.2):
+                    s["maxProperties"] = s.get("minProperties", 0) + rng.randrange(3)
+                if some(.1):
+                    s["unevaluatedProperties"] = rng.choice([True, False, {"type": "null"}])
+                if some(.03):
+                    s["dependentRequired"] = {"a": ["b"]}
+        for share, key, value in ((.03, "not", {"type": "string"}), (.02, "if", {}), (.1, "title", "t")):
+            if some(share):
+                s[key] = value
+        return s
+
+    def check(self, index):
+        """Counts a finished answer, after checking it."""
+        rng = random.Random(index)
+        schema = self.schema(rng, 0)
+        while "properties" not in schema and rng.random() < .9:
+            schema = self.schema(rng, 0)
+        if "type" in schema and rng.random() < .9:
+            schema["type"] = "object"
+        schema["$defs"] = {"p": {"type": "integer", "minimum": 1, "maximum": 9}, "q": {"type": "string", "maxLength": 3}}
+        body = {"messages": QUESTION, "max_tokens": 150, "temperature": 1.5, "seed": index, "thinking": {"type": "disabled"}}
+        if index % 2:
+            body["response_format"] = schema_format(schema)
+            place = "response_format.json_schema.schema"
+        else:
+            body.update(tools=[tool("f", schema, strict=True)], tool_choice="required", parallel_tool_calls=False)
+            place = "tools[0].function.parameters"
+        status, reply = post("/v1/chat/completions", body)
+        if status != 200:
+            self.assertEqual(status, 400, reply)
+            self.assertTrue(reply["error"]["param"].startswith(place), reply)
+            return 0
+        choice = reply["choices"][0]
+        if choice["finish_reason"] == "length":
+            return 0
+        text = choice["message"]["content"] if index % 2 else choice["message"]["tool_calls"][0]["function"]["arguments"]
+        with self.subTest(schema=schema, text=text):
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+        return 1
+
+    def test_all_keywords(self):
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            self.assertGreater(sum(pool.map(self.check, range(240))), 30)
+
+    def test_numbers_of_arguments(self):
+        properties = {name: {"type": "boolean"} for name in "abcde"}
+        for least, most in ((1, 5), (2, 2), (0, 1), (4, 5)):
+            schema = {"type": "object", "properties": properties, "additionalProperties": False, "minProperties": least,
+                      "maxProperties": most}
+            seen = set()
+            for seed in range(6):
+                reply = chat(tools=[tool("f", schema, strict=True)], tool_choice="required", parallel_tool_calls=False,
+                             temperature=2, seed=seed, max_tokens=300, extra_body={"thinking": {"type": "disabled"}})
+                arguments = json.loads(reply.choices[0].message.tool_calls[0].function.arguments)
+                jsonschema.validate(arguments, schema)
+                seen.add(len(arguments))
+            self.assertLessEqual({least} if least == most else set(), seen)
+
+    def test_what_arguments_cannot_enforce(self):
+        at = "tools[0].function.parameters"
+        open_object = {"type": "object", "additionalProperties": {"type": "integer"}}
+        for schema, place in (({"type": "object", "patternProperties": {"^x": {}}}, ".patternProperties"),
+                              ({"type": "object", "propertyNames": {"maxLength": 3}}, ".propertyNames"),
+                              ({**open_object, "minProperties": 1}, ".minProperties"),
+                              ({**open_object, "maxProperties": 2}, ".maxProperties"),
+                              ({"anyOf": [{"type": "object", "properties": {}}, {"type": "null"}]}, ".anyOf[1]"),
+                              ({"const": {"a": 1}}, ".const"),
+                              ({"enum": [{"a": 1}]}, ".enum")):
+            status, reply = post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 5, "tools": [
+                tool("f", schema, strict=True)]})
+            self.assertEqual((status, reply["error"]["param"]), (400, at + place))
+            status, reply = post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 5, "tools": [
+                tool("f", schema)]})
+            self.assertEqual(status, 200, reply)
+
+
+class PreemptionTest(unittest.TestCase):
+    def test_a_preempted_answer_is_the_same_and_fits(self):
+        schema = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 5}
+        server = RunningServer(SERVER.process.args[0], SERVER.process.args[2], "--latent-pages", "40", "--page-size", "16",
+                               "--max-num-seqs", "8", "--snapshot-slots", "4")
+        try:
+            def run(index):
+                body = {"messages": [{"role": "user", "content": "What is file %d?" % index}], "max_tokens": 400,
+                        "temperature": 1.2, "seed": index, "return_token_ids": True, "thinking": {"type": "disabled"}}
+                if index % 2:
+                    body["response_format"] = schema_format(schema)
+                else:
+                    body.update(tools=[tool("f", PERSON, strict=True)], tool_choice="required")
+                request = urllib.request.Request(server.url + "/v1/chat/completions", json.dumps(body).encode())
+                with urllib.request.urlopen(request, timeout=120) as reply:
+                    return json.load(reply)["choices"][0]
+
+            def preemptions():
+                with urllib.request.urlopen(server.url + "/metrics") as page:
+                    return sum(float(line.split()[-1]) for line in page.read().decode().splitlines()
+                               if line.startswith("k3serve_preemptions_total"))
+
+            alone = [run(i) for i in range(8)]
+            self.assertEqual(preemptions(), 0)
+            for _ in range(10):  # who runs beside whom is left to the machine
+                with concurrent.futures.ThreadPoolExecutor(8) as pool:
+                    together = list(pool.map(run, range(8)))
+                self.assertEqual([c["token_ids"] for c in together], [c["token_ids"] for c in alone])
+                if preemptions() >= 2:
+                    break
+            self.assertGreaterEqual(preemptions(), 2)
+            for index, choice in enumerate(together):
+                if choice["finish_reason"] == "length":
+                    continue
+                if index % 2:
+                    jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+                else:
+                    for call in choice["message"]["tool_calls"]:
+                        jsonschema.validate(json.loads(call["function"]["arguments"]), PERSON)
+            self.assertGreater(sum(c["finish_reason"] != "length" for c in together), 2)
+        finally:
+            self.assertEqual(server.stop(), 0)
 
 
 class AsyncTest(unittest.IsolatedAsyncioTestCase):

@@ -11,6 +11,7 @@
 #include "k3serve/inference/v1/generation_service.grpc.pb.h"
 #include "server/grpc_server.h"
 #include "tests/testing/grpc_harness.h"
+#include "tests/testing/process_memory.h"
 #include "tests/testing/prometheus_text.h"
 
 namespace k3 {
@@ -100,6 +101,33 @@ TEST(GrpcLoadTest, ClosedStreamsLeaveNothingBehind) {
   EXPECT_TRUE(Stream(*harness.generation, TokenSpec(3, 5)).status.ok());
 }
 
+// B44: what a deadline ends makes no further token, and its place is free within five steps.
+TEST(GrpcLoadTest, ADeadlineStopsTheTokensWithinFiveSteps) {
+  MockService::Options options;
+  options.engine.manual = true;
+  options.engine.script = [](const Request&, int32_t, int32_t) { return 100; };
+  GrpcHarness harness(options);
+  for (const int steps : {0, 3}) {  // in the queue, and while it generates
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + 1s);
+    pb::StreamGenerateRequest request;
+    *request.mutable_spec() = TokenSpec(3, 100000);
+    const auto reader = harness.generation->StreamGenerate(&context, request);
+    const auto until = Clock::now() + 900ms;
+    while (harness.engine().Load().waiting == 0 && Clock::now() < until) std::this_thread::sleep_for(1ms);
+    for (int i = 0; i < steps; ++i) harness.engine().Step();
+    EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+    std::this_thread::sleep_for(20ms);  // the server's clock, too, has passed it
+    const uint64_t made = harness.engine().Load().generated_tokens;
+    for (int i = 0; i < 5; ++i) harness.engine().Step();
+    const EngineLoad load = harness.engine().Load();
+    EXPECT_LE(load.generated_tokens, made + 5);
+    EXPECT_EQ(load.running + load.waiting, 0);
+    EXPECT_EQ(load.pages_used + load.state_slots_used, 0);
+  }
+  EXPECT_TRUE(harness.Idle());
+}
+
 // B44, short.
 TEST(GrpcLoadTest, DeadlinesEndTheWork) {
   MockService::Options options;
@@ -182,6 +210,85 @@ TEST(GrpcLoadTest, SlowReadersAreBoundedAndEnded) {
     EXPECT_FALSE(client->ids.empty());
     for (size_t i = 0; i < client->ids.size(); ++i) ASSERT_EQ(client->ids[i], 100 + i % 1000);
   }
+}
+
+// B43: fifty readers that stop after one message of 10,000 tokens. They cost little memory and slow nobody, and when
+// they go on they get everything in order.
+TEST(GrpcLoadTest, FiftyStoppedReadersKeepTheirTextAndSlowNobody) {
+  constexpr int kReaders = 50;
+  constexpr uint32_t kTokens = 10'000;
+  MockService::Options options;
+  options.engine.script = [](const Request&, int32_t, int32_t position) { return 100 + position % 1000; };
+  options.engine.step_time = 1ms;
+  GrpcHarness harness(options);
+  pb::GenerationSpec spec = TokenSpec(3, kTokens);
+  spec.mutable_output()->set_token_ids(true);
+  const auto normal_rate = [&] {
+    const auto begin = Clock::now();
+    const Reply reply = Stream(*harness.generation, TokenSpec(3, 1000));
+    EXPECT_TRUE(reply.status.ok());
+    return 1000 / std::chrono::duration<double>(Clock::now() - begin).count();
+  };
+  std::vector<std::shared_ptr<grpc::Channel>> channels;
+  for (int i = 0; i < kReaders; ++i) channels.push_back(harness.Connect(harness.server().port()));
+
+  double fast = 0;
+  {
+    std::vector<std::future<void>> readers;
+    for (const auto& channel : channels) {
+      readers.push_back(std::async(std::launch::async, [&] {
+        const auto stub = pb::GenerationService::NewStub(channel);
+        grpc::ClientContext context;
+        pb::StreamGenerateRequest request;
+        *request.mutable_spec() = spec;
+        const auto reader = stub->StreamGenerate(&context, request);
+        pb::StreamGenerateResponse response;
+        while (reader->Read(&response)) {
+        }
+        EXPECT_TRUE(reader->Finish().ok());
+      }));
+    }
+    fast = normal_rate();
+    for (auto& reader : readers) reader.get();
+  }
+  ASSERT_TRUE(harness.Idle());
+  const double before = testing::ResidentMegabytes();
+
+  struct Stopped {
+    grpc::ClientContext context;
+    std::unique_ptr<grpc::ClientReader<pb::StreamGenerateResponse>> reader;
+    std::vector<uint32_t> ids;
+    void Take(const pb::StreamGenerateResponse& response) {
+      for (const uint32_t id : response.delta().token_ids()) ids.push_back(id);
+    }
+  };
+  std::vector<std::unique_ptr<Stopped>> stopped;
+  for (const auto& channel : channels) {
+    auto client = std::make_unique<Stopped>();
+    pb::StreamGenerateRequest request;
+    *request.mutable_spec() = spec;
+    client->reader = pb::GenerationService::NewStub(channel)->StreamGenerate(&client->context, request);
+    pb::StreamGenerateResponse response;
+    ASSERT_TRUE(client->reader->Read(&response));
+    client->Take(response);
+    stopped.push_back(std::move(client));
+  }
+  // Other work of the machine may slow one run, not the best of several.
+  double slow = 0;
+  for (int i = 0; i < 10 && slow < 0.8 * fast; ++i) slow = std::max(slow, normal_rate());
+  EXPECT_GE(slow, 0.8 * fast);
+  const auto until = Clock::now() + 120s * testing::kSlowdown;
+  while (harness.engine().Load().running > 0 && Clock::now() < until) std::this_thread::sleep_for(10ms);
+  EXPECT_EQ(harness.engine().Load().running, 0);  // the engine waits for no reader
+  EXPECT_LT(testing::ResidentMegabytes() - before, 64);
+  for (const auto& client : stopped) {
+    pb::StreamGenerateResponse response;
+    while (client->reader->Read(&response)) client->Take(response);
+    EXPECT_TRUE(client->reader->Finish().ok());
+    ASSERT_EQ(client->ids.size(), kTokens);
+    for (size_t i = 0; i < client->ids.size(); ++i) ASSERT_EQ(client->ids[i], 100 + i % 1000);
+  }
+  EXPECT_TRUE(harness.Idle());
 }
 
 TEST(GrpcLoadTest, ManyStreamsAtOnce) {

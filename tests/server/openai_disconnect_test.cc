@@ -1,10 +1,14 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
+#include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "tests/testing/openai_server.h"
+#include "tests/testing/process_memory.h"
 #include "tests/testing/slowdown.h"
 
 namespace k3 {
@@ -143,6 +147,74 @@ TEST(OpenAiDisconnectTest, StalledReadersAreCutOffAndNeverSlowOthers) {
   EXPECT_TRUE(normal.ended());
   EXPECT_LT(std::chrono::steady_clock::now() - start, 10s * kSlowdown);
   for (int i = 0; i < 3000 * kSlowdown && server.engine().Load().running > 0; ++i) std::this_thread::sleep_for(10ms);
+  EXPECT_TRUE(server.NothingLeaked());
+}
+
+// B43 by HTTP: fifty readers that stop after one event of 10,000 tokens.
+TEST(OpenAiDisconnectTest, FiftyStoppedReadersKeepTheirTextAndSlowNobody) {
+  constexpr int kReaders = 50;
+  constexpr int kTokens = 10'000;
+  OpenAiServer::Options options;
+  options.engine.step_time = 1ms;
+  OpenAiServer server(options);
+  server.ForceEndless(server.Tokens("x")[0]);
+  const Json body = {{"prompt", {100}}, {"max_tokens", kTokens}, {"stream", true}, {"logprobs", 0}};
+  const auto start = [&](int buffer) {
+    std::vector<std::unique_ptr<HttpClient>> clients;
+    for (int i = 0; i < kReaders; ++i) {
+      clients.push_back(std::make_unique<HttpClient>(server.port(), buffer));
+      clients.back()->set_timeout(120s * kSlowdown);
+      clients.back()->SendRequest("POST", "/v1/completions", body.dump());
+      EXPECT_TRUE(clients.back()->ReadHead());
+    }
+    return clients;
+  };
+  // The rest of a stream: how many tokens came.
+  const auto rest = [](HttpClient& client) {
+    size_t tokens = 0;
+    while (const auto event = client.ReadEvent()) {
+      if (*event == "[DONE]") continue;
+      const Json& logprobs = Json::parse(*event)["choices"][0]["logprobs"];
+      if (logprobs.is_object()) tokens += logprobs["tokens"].size();
+    }
+    EXPECT_TRUE(client.ended());
+    return tokens;
+  };
+  const auto normal_rate = [&] {
+    const auto begin = std::chrono::steady_clock::now();
+    const auto reply = server.Post("/v1/completions", {{"prompt", {100}}, {"max_tokens", 1000}});
+    EXPECT_EQ(reply.status, 200);
+    return 1000 / std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  };
+  double fast = 0;
+  {
+    const auto clients = start(0);
+    std::vector<std::thread> readers;
+    for (const auto& client : clients) {
+      readers.emplace_back([&] { EXPECT_EQ(rest(*client), static_cast<size_t>(kTokens)); });
+    }
+    fast = normal_rate();
+    for (std::thread& reader : readers) reader.join();
+  }
+  ASSERT_TRUE(server.NothingLeaked());
+  const double before = testing::ResidentMegabytes();
+  const auto stopped = start(4096);
+  std::vector<size_t> first(stopped.size());
+  for (size_t i = 0; i < stopped.size(); ++i) {
+    const auto event = stopped[i]->ReadEvent();
+    ASSERT_TRUE(event);
+    first[i] = Json::parse(*event)["choices"][0]["logprobs"]["tokens"].size();
+  }
+  double slow = 0;  // the best of several: other work of the machine may slow one
+  for (int i = 0; i < 10 && slow < 0.8 * fast; ++i) slow = std::max(slow, normal_rate());
+  EXPECT_GE(slow, 0.8 * fast);
+  const auto until = std::chrono::steady_clock::now() + 120s * kSlowdown;
+  while (server.engine().Load().running > 0 && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(10ms);
+  }
+  EXPECT_EQ(server.engine().Load().running, 0);
+  EXPECT_LT(testing::ResidentMegabytes() - before, 64);
+  for (size_t i = 0; i < stopped.size(); ++i) EXPECT_EQ(first[i] + rest(*stopped[i]), static_cast<size_t>(kTokens));
   EXPECT_TRUE(server.NothingLeaked());
 }
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -207,7 +208,7 @@ class AnswerGrammarTest : public ::testing::Test {
 
   static std::shared_ptr<const CompiledGrammar> Compile(const GrammarNode& root, const Tokenizer& tokenizer) {
     const auto engine = MakeGrammarEngine(tokenizer, tokenizer.vocab_size() + 64, tokenizer.stop_ids());
-    auto compiled = engine->Compile(root);
+    auto compiled = engine->Compile(root, std::chrono::minutes(5));
     EXPECT_TRUE(compiled.ok()) << compiled.status();
     return compiled.ok() ? *compiled : nullptr;
   }
@@ -485,7 +486,7 @@ TEST_F(AnswerGrammarTest, WhatDoesNotCompileIsAnError) {
         GrammarNode::Of(Kind::kEbnf, "root ::= root"), GrammarNode::Of(Kind::kStructuralTag, "{}"),
         GrammarNode::Of(Kind::kStructuralTag, R"({"format":{"type":"nothing"}})"),
         GrammarNode::JsonSchema(R"({"type":"integer","minimum":5,"maximum":4})", true)}) {
-    const auto compiled = engine->Compile(node);
+    const auto compiled = engine->Compile(node, std::chrono::minutes(5));
     EXPECT_EQ(compiled.status().code(), absl::StatusCode::kInvalidArgument) << node.text;
     EXPECT_THAT(std::string(compiled.status().message()), ::testing::Not(::testing::HasSubstr(".cc"))) << node.text;
   }

@@ -6,7 +6,9 @@
 #include <atomic>
 #include <future>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace k3 {
@@ -24,20 +26,29 @@ class FakeGrammar final : public CompiledGrammar {
   size_t bytes_;
 };
 
-// Compiles literals: "bad" does not compile, "hang" waits for the gate, a number is the size of the result.
+// Compiles literals: "bad" does not compile, "hang" waits for the gate, "hard" takes whatever time it is given, a
+// number is the size of the result.
 class FakeEngine final : public GrammarEngine {
  public:
   struct State {
     std::atomic<int> compiled{0};
+    std::atomic<int> hard{0};
     std::promise<void> gate;
     std::shared_future<void> opened = gate.get_future().share();
   };
   explicit FakeEngine(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
-  absl::StatusOr<std::shared_ptr<const CompiledGrammar>> Compile(const GrammarNode& root) const override {
+  absl::StatusOr<std::shared_ptr<const CompiledGrammar>> Compile(const GrammarNode& root,
+                                                                 milliseconds time_limit) const override {
     ++state_->compiled;
     if (root.text == "bad") return absl::InvalidArgumentError("bad");
     if (root.text.starts_with("hang")) state_->opened.wait();
+    if (root.text.starts_with("hard")) {
+      ++state_->hard;
+      if (state_->opened.wait_for(time_limit) == std::future_status::timeout) {
+        return absl::DeadlineExceededError("takes too long");
+      }
+    }
     return std::make_shared<FakeGrammar>(static_cast<size_t>(std::atoi(root.text.c_str())));
   }
 
@@ -50,9 +61,9 @@ class GrammarPoolTest : public ::testing::Test {
   void Start(GrammarPool::Options options) {
     pool_ = std::make_unique<GrammarPool>(options, std::make_unique<FakeEngine>(state_));
   }
-  std::shared_future<absl::StatusCode> Get(const std::string& text) {
+  std::shared_future<absl::StatusCode> Get(const std::string& text, bool foreign = false) {
     auto promise = std::make_shared<std::promise<absl::StatusCode>>();
-    pool_->Get(GrammarNode::Literal(text),
+    pool_->Get(foreign ? GrammarNode::Foreign(GrammarNode::Kind::kEbnf, text) : GrammarNode::Literal(text),
                [promise](const GrammarPool::Result& result) { promise->set_value(result.status().code()); });
     return promise->get_future().share();
   }
@@ -81,7 +92,7 @@ TEST_F(GrammarPoolTest, RefusalsAreRemembered) {
 }
 
 TEST_F(GrammarPoolTest, WhatTakesTooLongIsRefusedAndHoldsNobodyElseUp) {
-  Start({.threads = 2, .time_limit = milliseconds(100)});
+  Start({.quick_threads = 2, .time_limit = milliseconds(100)});
   EXPECT_EQ(Get("hang").get(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Get("hang").get(), absl::StatusCode::kInvalidArgument);  // at once: its thread still hangs
   EXPECT_EQ(Get("7").get(), absl::StatusCode::kOk);
@@ -90,7 +101,7 @@ TEST_F(GrammarPoolTest, WhatTakesTooLongIsRefusedAndHoldsNobodyElseUp) {
 }
 
 TEST_F(GrammarPoolTest, WhoGetsNoThreadMayComeBack) {
-  Start({.threads = 1, .time_limit = milliseconds(100), .max_waiting = 1});
+  Start({.quick_threads = 1, .time_limit = milliseconds(100), .max_waiting = 1});
   auto hangs = Get("hang");
   while (state_->compiled == 0) std::this_thread::sleep_for(milliseconds(1));
   auto waits = Get("7");
@@ -104,6 +115,75 @@ TEST_F(GrammarPoolTest, WhoGetsNoThreadMayComeBack) {
     std::this_thread::sleep_for(milliseconds(1));
   }
   EXPECT_EQ(code, absl::StatusCode::kOk);
+}
+
+// A flood of grammars that take all the time they get, more than there are threads and places: ordinary ones go on,
+// hard ones are refused or told to come back, and each is asked for once only.
+TEST_F(GrammarPoolTest, AFloodOfHardGrammarsHoldsUpOnlyItself) {
+  Start({.quick_threads = 1,
+         .slow_threads = 1,
+         .quick_limit = milliseconds(5),
+         .time_limit = std::chrono::seconds(100),
+         .max_waiting = 100,
+         .max_slow_waiting = 4});
+  std::vector<std::shared_future<absl::StatusCode>> hard;
+  for (int i = 0; i < 20; ++i) {
+    hard.push_back(Get("hard" + std::to_string(i)));
+    hard.push_back(Get("hard" + std::to_string(i)));  // waits with the first
+  }
+  for (int i = 0; i < 20; ++i) EXPECT_EQ(Get(std::to_string(i)).get(), absl::StatusCode::kOk);
+  // One is worked on, four wait; for the others there is no place.
+  int turned_away = 0;
+  for (const auto& result : hard) {
+    if (result.wait_for(milliseconds(0)) == std::future_status::ready) {
+      EXPECT_EQ(result.get(), absl::StatusCode::kResourceExhausted);
+      ++turned_away;
+    }
+  }
+  while (state_->hard < 21) std::this_thread::sleep_for(milliseconds(1));  // 20 quick tries and a slow one
+  for (const auto& result : hard) {
+    if (turned_away >= 30) break;
+    if (result.wait_for(milliseconds(0)) == std::future_status::ready) ++turned_away;
+  }
+  // Clients' own grammars never get to the quick threads.
+  EXPECT_EQ(Get("hard own", /*foreign=*/true).get(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(Get("77").get(), absl::StatusCode::kOk);
+  state_->gate.set_value();
+  int served = 0;
+  for (const auto& result : hard) {
+    const absl::StatusCode code = result.get();
+    if (code == absl::StatusCode::kOk) ++served;
+    if (code != absl::StatusCode::kOk) EXPECT_EQ(code, absl::StatusCode::kResourceExhausted);
+  }
+  EXPECT_EQ(served, 10);  // five grammars, asked for twice
+}
+
+TEST_F(GrammarPoolTest, WhatTheEngineGivesUpIsRefusedAndRemembered) {
+  Start({.quick_limit = milliseconds(1), .time_limit = milliseconds(50)});
+  EXPECT_EQ(Get("hard").get(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(state_->hard, 2);  // by a quick and by a slow thread
+  EXPECT_EQ(Get("hard").get(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Get("hard own", /*foreign=*/true).get(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(state_->hard, 3);
+}
+
+TEST_F(GrammarPoolTest, TheCheapestComesFirst) {
+  Start({.quick_threads = 1, .time_limit = std::chrono::seconds(100)});
+  const auto held = Get("hang");
+  while (state_->compiled == 0) std::this_thread::sleep_for(milliseconds(1));
+  std::mutex mutex;
+  std::vector<std::string> order;
+  std::promise<void> all;
+  for (const std::string text : {"3333", "1", "22"}) {
+    pool_->Get(GrammarNode::Literal(text), [&, text](const GrammarPool::Result&) {
+      std::lock_guard lock(mutex);
+      order.push_back(text);
+      if (order.size() == 3) all.set_value();
+    });
+  }
+  state_->gate.set_value();
+  all.get_future().wait();
+  EXPECT_THAT(order, ::testing::ElementsAre("1", "22", "3333"));
 }
 
 TEST_F(GrammarPoolTest, SizesAreLimited) {
