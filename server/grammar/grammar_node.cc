@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <limits>
 
 #include "absl/strings/str_cat.h"
 
@@ -11,6 +10,9 @@ namespace {
 
 // Each repetition of a pattern is a state of its own, which costs as much as a kilobyte of schema.
 constexpr double kBytesPerRepeat = 1024;
+
+// A client's own grammar comes after all schemas of usual size.
+constexpr double kForeignCost = 64 << 10;
 
 // The numbers behind opening braces: what {m,n} repeat.
 double Repeats(const std::string& text) {
@@ -30,12 +32,16 @@ double Repeats(const std::string& text) {
 }  // namespace
 
 double GrammarNode::Cost() const {
-  if (foreign) return std::numeric_limits<double>::infinity();
+  if (foreign) return kForeignCost + 16 * static_cast<double>(text.size());
   double cost = static_cast<double>(text.size());
   if (kind == Kind::kJsonSchema || kind == Kind::kRegex) cost += kBytesPerRepeat * Repeats(text);
   if (kind == Kind::kRegex) cost += 15 * static_cast<double>(text.size());
   for (const GrammarNode& child : children) cost += child.Cost();
   return cost;
+}
+
+bool GrammarNode::HasForeign() const {
+  return foreign || std::any_of(children.begin(), children.end(), [](const GrammarNode& c) { return c.HasForeign(); });
 }
 
 void GrammarNode::AppendKey(std::string* key) const {

@@ -55,8 +55,9 @@ struct GrammarNode {
 
   static GrammarNode Foreign(Kind kind, std::string text) { return {kind, std::move(text), {}, false, {}, true}; }
 
-  // About how much there is to compile, in bytes of a schema; beyond any limit when that cannot be told.
+  // About how much there is to compile, in bytes of a schema.
   double Cost() const;
+  bool HasForeign() const;
 
   // Equal for equal trees and only for them.
   void AppendKey(std::string* key) const;

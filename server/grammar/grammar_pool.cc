@@ -88,7 +88,8 @@ struct GrammarPool::Shared {
       job->second.deadline = Clock::now() + 2 * options.time_limit;
       const GrammarNode root = job->second.root;
       lock.unlock();
-      Result result = engine->Compile(root, slow ? options.time_limit : options.quick_limit);
+      const std::chrono::milliseconds quick = root.HasForeign() ? options.foreign_limit : options.quick_limit;
+      Result result = engine->Compile(root, slow ? options.time_limit : quick);
       if (result.ok() && (*result)->bytes() > options.max_bytes) {
         result = absl::InvalidArgumentError(
             absl::StrCat("needs ", (*result)->bytes() >> 20, " MiB when compiled; at most ", options.max_bytes >> 20));

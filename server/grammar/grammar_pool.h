@@ -19,17 +19,21 @@ namespace k3 {
 
 // Compiles grammars on threads of its own, so that neither event loops nor the engine wait, and keeps the latest.
 //
-// Two kinds of threads: quick ones for what looks cheap (GrammarNode::Cost), the cheapest first, and slow ones for
-// clients' own grammars, for large ones, and for what was not done in the quick ones' time. So a flood of hard grammars
-// holds up other hard grammars only. What takes too long is given up, refused, and remembered as such; where a line is
-// too long, whoever asks is told at once to come back. Thread-safe.
+// Two kinds of threads: quick ones for what looks cheap (GrammarNode::Cost), the cheapest first, and slow ones for what
+// is large and for what was not done in the quick ones' time, of which clients' own grammars get the least. So a flood
+// of hard grammars holds up other hard grammars only. What takes too long is given up, refused, and remembered as such;
+// where a line is too long, whoever asks is told at once to come back.
+//
+// Thread-safe.
 class GrammarPool {
  public:
   struct Options {
     int quick_threads = 2;
     int slow_threads = 1;
-    double quick_cost = 128 << 10;                 // the most that counts as cheap
-    std::chrono::milliseconds quick_limit{2'000};  // of processor time, of a compilation by a quick thread
+    double quick_cost = 128 << 10;  // the most that counts as cheap
+    // Of processor time, of a compilation by a quick thread; the second: of a client's own grammar.
+    std::chrono::milliseconds quick_limit{2'000};
+    std::chrono::milliseconds foreign_limit{250};
     std::chrono::milliseconds time_limit{10'000};  // from the request to the compiled grammar
     size_t max_waiting = 256;                      // distinct grammars for the quick threads
     size_t max_slow_waiting = 16;                  // for the slow ones

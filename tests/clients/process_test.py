@@ -124,7 +124,7 @@ class ServeTest(unittest.TestCase):
 
     def test_running_streams_end_before_the_process(self):
         def drain():
-            server = self.start()
+            server = self.start("--shutdown-timeout", "250")
             tokens = 1200  # some 3 s of four streams
             results, threads = self.streams(server, 2, tokens, http=2)
             with grpc.insecure_channel(server.grpc) as channel:

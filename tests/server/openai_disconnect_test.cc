@@ -129,6 +129,7 @@ TEST(OpenAiDisconnectTest, StalledReadersAreCutOffAndNeverSlowOthers) {
   OpenAiServer::Options options;
   options.http.stall_limit = 1s;
   options.http.sweep_interval = 50ms;
+  options.engine.step_time = 200us;
   OpenAiServer server(options);
   server.ForceEndless(server.Tokens("x")[0]);
   std::vector<std::unique_ptr<HttpClient>> stalled;
@@ -145,8 +146,8 @@ TEST(OpenAiDisconnectTest, StalledReadersAreCutOffAndNeverSlowOthers) {
   while (normal.ReadEvent()) {
   }
   EXPECT_TRUE(normal.ended());
-  EXPECT_LT(std::chrono::steady_clock::now() - start, 10s * kSlowdown);
-  for (int i = 0; i < 3000 * kSlowdown && server.engine().Load().running > 0; ++i) std::this_thread::sleep_for(10ms);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 60s * kSlowdown);
+  for (int i = 0; i < 12000 * kSlowdown && server.engine().Load().running > 0; ++i) std::this_thread::sleep_for(10ms);
   EXPECT_TRUE(server.NothingLeaked());
 }
 
@@ -158,7 +159,7 @@ TEST(OpenAiDisconnectTest, FiftyStoppedReadersKeepTheirTextAndSlowNobody) {
   options.engine.step_time = 1ms;
   OpenAiServer server(options);
   server.ForceEndless(server.Tokens("x")[0]);
-  const Json body = {{"prompt", {100}}, {"max_tokens", kTokens}, {"stream", true}, {"logprobs", 0}};
+  const Json body = {{"prompt", {100}}, {"max_tokens", kTokens}, {"stream", true}};  // each token is an x
   const auto start = [&](int buffer) {
     std::vector<std::unique_ptr<HttpClient>> clients;
     for (int i = 0; i < kReaders; ++i) {
@@ -174,8 +175,7 @@ TEST(OpenAiDisconnectTest, FiftyStoppedReadersKeepTheirTextAndSlowNobody) {
     size_t tokens = 0;
     while (const auto event = client.ReadEvent()) {
       if (*event == "[DONE]") continue;
-      const Json& logprobs = Json::parse(*event)["choices"][0]["logprobs"];
-      if (logprobs.is_object()) tokens += logprobs["tokens"].size();
+      tokens += Json::parse(*event)["choices"][0]["text"].get<std::string>().size();
     }
     EXPECT_TRUE(client.ended());
     return tokens;
@@ -203,7 +203,7 @@ TEST(OpenAiDisconnectTest, FiftyStoppedReadersKeepTheirTextAndSlowNobody) {
   for (size_t i = 0; i < stopped.size(); ++i) {
     const auto event = stopped[i]->ReadEvent();
     ASSERT_TRUE(event);
-    first[i] = Json::parse(*event)["choices"][0]["logprobs"]["tokens"].size();
+    first[i] = Json::parse(*event)["choices"][0]["text"].get<std::string>().size();
   }
   double slow = 0;  // the best of several: other work of the machine may slow one
   for (int i = 0; i < 10 && slow < 0.8 * fast; ++i) slow = std::max(slow, normal_rate());

@@ -22,7 +22,8 @@ Json ParseOrNull(const std::string& text) { return Json::parse(text, nullptr, /*
 // Takes every grammar and restricts nothing.
 class LenientGrammars final : public GrammarEngine {
  public:
-  absl::StatusOr<std::shared_ptr<const CompiledGrammar>> Compile(const GrammarNode&) const override {
+  absl::StatusOr<std::shared_ptr<const CompiledGrammar>> Compile(const GrammarNode&,
+                                                                 std::chrono::milliseconds) const override {
     return std::make_shared<Grammar>();
   }
 
@@ -35,7 +36,9 @@ class LenientGrammars final : public GrammarEngine {
   };
   class Grammar final : public CompiledGrammar {
    public:
-    std::unique_ptr<TokenConstraint> NewConstraint(const std::string&) const override { return std::make_unique<Constraint>(); }
+    std::unique_ptr<TokenConstraint> NewConstraint(const std::string&) const override {
+      return std::make_unique<Constraint>();
+    }
     size_t bytes() const override { return 0; }
   };
 };

@@ -145,7 +145,6 @@ TEST_F(GrammarPoolTest, AFloodOfHardGrammarsHoldsUpOnlyItself) {
     if (turned_away >= 30) break;
     if (result.wait_for(milliseconds(0)) == std::future_status::ready) ++turned_away;
   }
-  // Clients' own grammars never get to the quick threads.
   EXPECT_EQ(Get("hard own", /*foreign=*/true).get(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(Get("77").get(), absl::StatusCode::kOk);
   state_->gate.set_value();
@@ -159,12 +158,14 @@ TEST_F(GrammarPoolTest, AFloodOfHardGrammarsHoldsUpOnlyItself) {
 }
 
 TEST_F(GrammarPoolTest, WhatTheEngineGivesUpIsRefusedAndRemembered) {
-  Start({.quick_limit = milliseconds(1), .time_limit = milliseconds(50)});
+  Start({.quick_limit = milliseconds(1), .foreign_limit = milliseconds(1), .time_limit = milliseconds(50)});
   EXPECT_EQ(Get("hard").get(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(state_->hard, 2);  // by a quick and by a slow thread
   EXPECT_EQ(Get("hard").get(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Get("hard own", /*foreign=*/true).get(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(state_->hard, 3);
+  EXPECT_EQ(state_->hard, 4);
+  EXPECT_EQ(Get("hard" + std::string(200'000, ' ')).get(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(state_->hard, 5);  // large: by a slow one at once
 }
 
 TEST_F(GrammarPoolTest, TheCheapestComesFirst) {
