@@ -47,6 +47,65 @@ absl::Status CheckSize(const std::string& pattern, const std::string& path) {
   return absl::OkStatus();
 }
 
+// One character or escape of a pattern.
+struct Unit {
+  size_t size = 1;  // bytes
+  bool known = true;
+  uint32_t point = 0;  // where known; else the unit stands for several characters
+};
+
+bool JsonEscapes(const Unit& unit) {
+  return unit.known && (unit.point < 0x20 || unit.point == '"' || unit.point == '\\');
+}
+
+// The unit that begins at byte `at`.
+Unit UnitAt(const std::string& pattern, size_t at) {
+  if (pattern[at] != '\\' || at + 1 >= pattern.size()) return {1, true, static_cast<unsigned char>(pattern[at])};
+  const char kind = pattern[at + 1];
+  switch (kind) {
+    case 'a':
+    case 'e':
+    case 'f':
+    case 'n':
+    case 'r':
+    case 't':
+    case 'v':
+    case '0':
+      return {2, true, 0};  // all below U+0020
+    case 'c':
+      return {3, true, 0};
+    case 'x':
+    case 'u':
+      break;
+    default:
+      return {2, std::isalnum(static_cast<unsigned char>(kind)) == 0, static_cast<unsigned char>(kind)};
+  }
+  const bool braces = at + 2 < pattern.size() && pattern[at + 2] == '{';
+  size_t i = at + (braces ? 3 : 2);
+  const size_t end = braces ? pattern.size() : std::min(pattern.size(), i + (kind == 'x' ? 2 : 4));
+  uint32_t point = 0;
+  for (; i < end && std::isxdigit(static_cast<unsigned char>(pattern[i])) != 0; ++i) {
+    const char digit = static_cast<char>(std::tolower(static_cast<unsigned char>(pattern[i])));
+    point = point << 4 | static_cast<uint32_t>(digit <= '9' ? digit - '0' : digit - 'a' + 10);
+  }
+  if (braces && i < pattern.size() && pattern[i] == '}') ++i;
+  return {i - at, true, point};
+}
+
+absl::Status CheckSurrogates(const std::string& pattern, const std::string& path) {
+  for (size_t i = 0; i < pattern.size();) {
+    const Unit unit = UnitAt(pattern, i);
+    if (unit.known && unit.point >= 0xd800 && unit.point < 0xe000) {
+      return FieldError(path,
+                        absl::StrFormat("\\u%04x is half a surrogate pair: write the character, or \\u{...} with its "
+                                        "number",
+                                        unit.point));
+    }
+    i += unit.size;
+  }
+  return absl::OkStatus();
+}
+
 // A piece of a pattern: something that takes a character ('c'), an anchor ('^', '$'), a bar ('|'), a parenthesis, or a
 // quantifier ('q'; one that allows at most once is '?').
 using Pieces = std::vector<char>;
@@ -155,6 +214,7 @@ bool RepeatsAnAnchor(const Pieces& pieces) {
 
 absl::Status CheckPattern(const std::string& pattern, const std::string& path, bool strict) {
   absl::Status status = CheckSize(pattern, path);
+  if (status.ok()) status = CheckSurrogates(pattern, path);
   if (!status.ok() || !strict) return status;
   Pieces pieces;
   status = Split(pattern, path, &pieces);
@@ -162,6 +222,39 @@ absl::Status CheckPattern(const std::string& pattern, const std::string& path, b
   const Pieces reversed(pieces.rbegin(), pieces.rend());
   if (!AtTheBegin(pieces, '^', '(', ')') || !AtTheBegin(reversed, '$', ')', '(') || RepeatsAnAnchor(pieces)) {
     return FieldError(path, "^ and $ can be enforced at the ends only");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckPatternInString(const std::string& pattern, const std::string& path) {
+  const auto refused = [&] {
+    return FieldError(path,
+                      "a character that JSON writes with an escape (quotation mark, backslash, control character) "
+                      "cannot be enforced in a pattern");
+  };
+  bool in_class = false, negated = false, escaped = false, plain = false;
+  for (size_t i = pattern.starts_with("(?i)") ? 4 : 0; i < pattern.size();) {
+    const Unit unit = UnitAt(pattern, i);
+    const char c = pattern[i];
+    if (!in_class) {
+      if (c == '[') {
+        in_class = true;
+        negated = i + 1 < pattern.size() && pattern[i + 1] == '^';
+        escaped = plain = false;
+        if (negated) ++i;
+      } else if (JsonEscapes(unit)) {
+        return refused();
+      }
+    } else if (c == ']') {
+      in_class = false;
+      if (escaped && !plain && !negated) return refused();
+    } else if (JsonEscapes(unit) || (c == '\\' && i + 1 < pattern.size() && pattern[i + 1] == 'b')) {
+      escaped = true;
+    } else {
+      const bool range = c == '-' && pattern[i - 1] != '[' && i + 1 < pattern.size() && pattern[i + 1] != ']';
+      plain = plain || !range;
+    }
+    i += unit.size;
   }
   return absl::OkStatus();
 }

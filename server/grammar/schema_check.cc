@@ -158,13 +158,19 @@ class Checker {
  private:
   enum class State : uint8_t { kOpen, kFinite };
 
+  // Also without `strict`: an answer that is no JSON helps nobody.
+  absl::Status CheckJsonPattern(const std::string& pattern, const std::string& path) const {
+    absl::Status status = CheckPattern(pattern, path, strict_);
+    return status.ok() ? CheckPatternInString(pattern, path) : status;
+  }
+
   absl::Status CheckMember(const std::string& key, const JsonValue& value, const std::string& path, int depth) {
     if (HoldsSchemas(key)) {
       if (!value.is_object()) return FieldError(path, "expected an object of schemas");
       for (size_t i = 0; i < value.keys.size(); ++i) {
         const std::string place = absl::StrCat(path, ".", Excerpt(value.keys[i], 60));
         if (key == "patternProperties") {
-          const absl::Status status = CheckPattern(value.keys[i], place, strict_);
+          const absl::Status status = CheckJsonPattern(value.keys[i], place);
           if (!status.ok()) return status;
         }
         // A definition that nobody uses may be anything.
@@ -201,7 +207,7 @@ class Checker {
       return names ? absl::OkStatus() : FieldError(path, "expected a list of names");
     }
     if (key == "pattern") {
-      return value.is_string() ? CheckPattern(value.text, path, strict_) : FieldError(path, "expected a string");
+      return value.is_string() ? CheckJsonPattern(value.text, path) : FieldError(path, "expected a string");
     }
     if (key == "enum") {
       if (!value.is_array() || value.items.empty()) return FieldError(path, "expected a list of values");

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "server/error_details.h"
 #include "server/grammar/pattern_check.h"
@@ -226,6 +227,25 @@ constexpr const char* kOfOneType[] = {"pattern",       "minLength",         "max
                                       "minItems",      "maxItems",          "required",         "minProperties",
                                       "maxProperties", "patternProperties", "propertyNames"};
 
+// The library reads whole numbers as 64 bits, or else as doubles, which write others.
+bool HasWideInteger(const JsonValue& value) {
+  int64_t number = 0;
+  if (value.kind == JsonValue::Kind::kInteger) return !absl::SimpleAtoi(value.text, &number);
+  return std::any_of(value.items.begin(), value.items.end(), HasWideInteger);
+}
+
+absl::Status CheckFixedValues(const JsonValue& schema, const std::string& path) {
+  constexpr char kWhy[] = "holds a whole number beyond 64 bits, which cannot be enforced";
+  if (const JsonValue* only = schema.Find("const"); only != nullptr && HasWideInteger(*only)) {
+    return Refused(path, "const", kWhy);
+  }
+  const JsonValue* values = schema.Find("enum");
+  for (size_t i = 0; values != nullptr && i < values->items.size(); ++i) {
+    if (HasWideInteger(values->items[i])) return Refused(path, absl::StrCat("enum[", i, "]"), kWhy);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckValuesBesideType(const Shapes& shapes, const JsonValue& schema, const std::string& path) {
   const JsonValue* type = schema.Find("type");
   if (type == nullptr) return absl::OkStatus();
@@ -327,7 +347,8 @@ absl::Status CheckObject(const Shapes& shapes, const JsonValue& schema, const st
 
 absl::Status CheckEnforced(const JsonValue& root, const JsonValue& schema, const std::string& path) {
   const Shapes shapes(root);
-  absl::Status status = CheckValuesBesideType(shapes, schema, path);
+  absl::Status status = CheckFixedValues(schema, path);
+  if (status.ok()) status = CheckValuesBesideType(shapes, schema, path);
   if (!status.ok()) return status;
   if (const JsonValue* list = schema.Find("oneOf")) {
     for (size_t i = 0; i < list->items.size(); ++i) {
@@ -351,6 +372,38 @@ absl::Status CheckEnforced(const JsonValue& root, const JsonValue& schema, const
   return status;
 }
 
+namespace {
+
+// The formats that the library enforces in a JSON string.
+bool IsKnownFormat(const JsonValue& format) {
+  static const std::unordered_set<std::string_view> kKnown = {
+      "email", "date",     "time", "date-time",     "duration",     "ipv4",         "ipv6",
+      "uuid",  "hostname", "uri",  "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"};
+  return format.is_string() && kKnown.contains(format.text);
+}
+
+// A string that is an element's text, without quotes, is free but for its pattern or length.
+absl::Status CheckElementFormat(const Shapes& shapes, const JsonValue& reference, const std::string& path, int depth) {
+  const JsonValue& schema = shapes.Follow(reference);
+  if (!schema.is_object() || depth > kMaxNesting || HasAny(schema, {"const", "enum"})) return absl::OkStatus();
+  for (const char* key : kLists) {
+    const JsonValue* list = schema.Find(key);
+    for (size_t i = 0; list != nullptr && i < list->items.size(); ++i) {
+      const absl::Status status =
+          CheckElementFormat(shapes, list->items[i], absl::StrCat(path, ".", key, "[", i, "]"), depth + 1);
+      if (!status.ok()) return status;
+    }
+  }
+  const JsonValue* format = schema.Find("format");
+  if (format == nullptr || !IsKnownFormat(*format) || (shapes.TypesOf(schema, true) & kString) == 0) {
+    return absl::OkStatus();
+  }
+  if (HasAny(schema, {"pattern", "minLength", "maxLength"})) return absl::OkStatus();  // it gives way to them
+  return Refused(path, "format", "of an argument that is a string itself cannot be enforced: write a pattern");
+}
+
+}  // namespace
+
 absl::Status CheckArgumentsEnforced(const JsonValue& parameters, const std::string& path, bool elements) {
   const Shapes shapes(parameters);
   struct Part {
@@ -370,6 +423,18 @@ absl::Status CheckArgumentsEnforced(const JsonValue& parameters, const std::stri
     if (elements) {
       for (const char* key : {"const", "enum", "patternProperties", "propertyNames"}) {
         if (Has(schema, key)) return Refused(part.path, key, "of a tool's parameters cannot be enforced");
+      }
+      const JsonValue* properties = Members(schema);
+      for (size_t i = 0; properties != nullptr && i < properties->items.size(); ++i) {
+        const absl::Status status = CheckElementFormat(
+            shapes, properties->items[i], absl::StrCat(part.path, ".properties.", Excerpt(properties->keys[i], 60)), 0);
+        if (!status.ok()) return status;
+      }
+      for (const char* key : {"additionalProperties", "unevaluatedProperties"}) {
+        const JsonValue* further = schema.Find(key);
+        if (further == nullptr) continue;
+        const absl::Status status = CheckElementFormat(shapes, *further, absl::StrCat(part.path, ".", key), 0);
+        if (!status.ok()) return status;
       }
       const JsonValue* least = schema.Find("minProperties");
       const bool least_matters = least != nullptr && least->AsDouble() > static_cast<double>(RequiredCount(schema));

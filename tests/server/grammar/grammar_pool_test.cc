@@ -151,8 +151,8 @@ TEST_F(GrammarPoolTest, AFloodOfHardGrammarsHoldsUpOnlyItself) {
   int served = 0;
   for (const auto& result : hard) {
     const absl::StatusCode code = result.get();
+    EXPECT_THAT(code, ::testing::AnyOf(absl::StatusCode::kOk, absl::StatusCode::kResourceExhausted));
     if (code == absl::StatusCode::kOk) ++served;
-    if (code != absl::StatusCode::kOk) EXPECT_EQ(code, absl::StatusCode::kResourceExhausted);
   }
   EXPECT_EQ(served, 10);  // five grammars, asked for twice
 }

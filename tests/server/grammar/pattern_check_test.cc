@@ -42,6 +42,27 @@ TEST(PatternCheckTest, WhatTheLibraryWouldLeaveOutIsRefused) {
   }
 }
 
+TEST(PatternCheckTest, CharactersThatJsonEscapesAreRefusedInStrings) {
+  const auto passes = [](const char* pattern) { return CheckPatternInString(pattern, "p").ok(); };
+  for (const char* pattern : {"^say \"hi\"$", "^C:\\\\dir$", "a\\nb", "a\nb", "^[\"\\\\]{3}$", "^\\x22$", "\\x{5c}",
+                              "\\cA", "\\u0000", "\\0", "[\\n\\t]", "[\\b]", "[\\x00-\\x1f]", "\\\"", "(\\t)?"}) {
+    EXPECT_FALSE(passes(pattern)) << pattern;
+  }
+  for (const char* pattern : {"^[ -~]{60}$", "[^\"]", "[^\\\\]+", "[\"a]", "[\\x1f-#]", "\\s\\S\\d.", "\\u0041\\x41",
+                              "\\.\\/", "a-b", "[-\"]", "[\"-]", "\xc3\xbc"}) {
+    EXPECT_TRUE(passes(pattern)) << pattern;
+  }
+}
+
+TEST(PatternCheckTest, HalfSurrogatePairsAreRefused) {
+  for (const bool strict : {true, false}) {
+    EXPECT_FALSE(Passes("^\\ud83d\\ude00$", strict));
+    EXPECT_FALSE(Passes("[\\ud800-\\udbff]", strict));
+    EXPECT_TRUE(Passes("\\u{1f600}\\ud7ff\\ue000", strict));
+    EXPECT_TRUE(Passes("\\\\ud800", strict));  // an escaped backslash before it
+  }
+}
+
 TEST(PatternCheckTest, OtherCharactersAreWrittenByNumber) {
   EXPECT_EQ(AsciiPattern("^[a-z]\\d$"), "^[a-z]\\d$");
   EXPECT_EQ(AsciiPattern("\xc3\xbc+"), "\\u{fc}+");

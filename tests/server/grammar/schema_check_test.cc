@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "server/grammar/schema_strict.h"
 #include "server/text/field_error.h"
 #include "server/text/json_parser.h"
 
@@ -183,6 +184,30 @@ TEST(SchemaCheckTest, KeywordsThatWorkOnlyTogetherAreRefusedApart) {
     EXPECT_EQ(PathOf(schema), path) << schema;
     EXPECT_EQ(PathOf(schema, /*strict=*/false), "") << schema;
   }
+}
+
+TEST(SchemaCheckTest, FixedNumbersKeepTheirValue) {
+  EXPECT_EQ(PathOf(R"({"const":18446744073709551615})"), "s.const");
+  EXPECT_EQ(PathOf(R"({"const":[1,{"a":-9223372036854775809}]})"), "s.const");
+  EXPECT_EQ(PathOf(R"({"type":"integer","enum":[1,12345678901234567890123456789]})"), "s.enum[1]");
+  EXPECT_EQ(PathOf(R"({"enum":[9223372036854775807,-9223372036854775808,1.5]})"), "");
+  EXPECT_EQ(PathOf(R"({"const":18446744073709551615})", /*strict=*/false), "");
+}
+
+TEST(SchemaCheckTest, FormatsOfArgumentsThatAreTextAreRefused) {
+  const auto path_of = [](const std::string& property, bool elements) {
+    const JsonValue value = ParseJson(R"({"type":"object","properties":{"b":)" + property + "}}").value();
+    const absl::Status status = CheckArgumentsEnforced(value, "s", elements);
+    return status.ok() ? "" : FieldErrorPath(status);
+  };
+  EXPECT_EQ(path_of(R"({"type":"string","format":"date"})", true), "s.properties.b.format");
+  EXPECT_EQ(path_of(R"({"anyOf":[{"type":"string","format":"uuid"},{"type":"null"}]})", true),
+            "s.properties.b.anyOf[0].format");
+  EXPECT_EQ(path_of(R"({"type":["string","null"],"format":"ipv4"})", true), "s.properties.b.format");
+  EXPECT_EQ(path_of(R"({"type":"string","format":"date"})", false), "");
+  EXPECT_EQ(path_of(R"({"type":"array","items":{"type":"string","format":"date"}})", true), "");
+  EXPECT_EQ(path_of(R"({"type":"string","format":"colour"})", true), "");  // known to nobody, an annotation
+  EXPECT_EQ(path_of(R"({"type":"string","format":"date","pattern":"^2"})", true), "");
 }
 
 TEST(SchemaCheckTest, WhatIsEnforcedPasses) {
