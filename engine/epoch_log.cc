@@ -1,7 +1,12 @@
 #include "engine/epoch_log.h"
 
+#include <spdlog/spdlog.h>
+
 #include <bit>
+#include <cerrno>
 #include <charconv>
+#include <cstring>
+#include <optional>
 #include <sstream>
 #include <utility>
 
@@ -15,9 +20,11 @@ constexpr size_t kDigits = 8;
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<EpochLog>> EpochLog::Open(const std::string& path) {
-  std::ofstream file(path, std::ios::trunc);
-  if (!file) return absl::InvalidArgumentError(absl::StrCat("cannot write the epoch log ", path));
-  return std::unique_ptr<EpochLog>(new EpochLog(std::move(file)));
+  std::ofstream file(path, std::ios::app);
+  if (!file) {
+    return absl::InvalidArgumentError(absl::StrCat("--routing-log: cannot write ", path, ": ", std::strerror(errno)));
+  }
+  return std::unique_ptr<EpochLog>(new EpochLog(path, std::move(file)));
 }
 
 void EpochLog::Append(int32_t rank, const BiasEpoch& epoch) {
@@ -29,12 +36,15 @@ void EpochLog::Append(int32_t rank, const BiasEpoch& epoch) {
   }
   line += '\n';
   std::lock_guard lock(mutex_);
-  file_ << line << std::flush;
+  if (file_ << line << std::flush) return;
+  file_.clear();  // there may be room again
+  spdlog::error("--routing-log: cannot write to {}: epoch {} of rank {} cannot be replayed", path_, epoch.number, rank);
 }
 
 absl::StatusOr<BiasEpoch> EpochLog::Find(const std::string& path, int32_t rank, uint64_t number) {
   std::ifstream file(path);
   if (!file) return absl::NotFoundError(absl::StrCat("cannot read the epoch log ", path));
+  std::optional<BiasEpoch> found;
   int64_t at = 0;
   for (std::string line; std::getline(file, line);) {
     ++at;
@@ -63,8 +73,9 @@ absl::StatusOr<BiasEpoch> EpochLog::Find(const std::string& path, int32_t rank, 
       }
       epoch.delta.push_back(value);
     }
-    return epoch;
+    found = std::move(epoch);
   }
+  if (found.has_value()) return *std::move(found);
   return absl::NotFoundError(absl::StrCat(path, " holds no epoch ", number, " of rank ", rank));
 }
 

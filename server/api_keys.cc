@@ -1,5 +1,6 @@
 #include "server/api_keys.h"
 
+#include <algorithm>
 #include <fstream>
 #include <functional>
 
@@ -29,9 +30,18 @@ absl::StatusOr<std::vector<std::string>> ReadKeys(const std::string& path) {
   if (!file) return absl::InvalidArgumentError(absl::StrCat("--api-key-file: cannot read ", path));
   std::vector<std::string> keys;
   std::string line;
+  int number = 0;
   while (std::getline(file, line)) {
     const std::string key(absl::StripAsciiWhitespace(line));
-    if (!key.empty() && key[0] != '#') keys.push_back(key);
+    ++number;
+    if (key.empty() || key[0] == '#') continue;
+    // What a header can carry, and every client can send.
+    if (!std::all_of(key.begin(), key.end(),
+                     [](char c) { return absl::ascii_isgraph(static_cast<unsigned char>(c)); })) {
+      return absl::InvalidArgumentError(absl::StrCat("--api-key-file: ", path, " line ", number,
+                                                     " is no key: expected printable ASCII without spaces"));
+    }
+    keys.push_back(key);
   }
   if (keys.empty()) return absl::InvalidArgumentError(absl::StrCat("--api-key-file: ", path, " holds no key"));
   return keys;

@@ -174,9 +174,11 @@ absl::Status EngineHost::OpenDevice(const ServerConfig& config) {
   options.transport = TransportOf(config);
   const int ranks = options.layout.ranks();
   options.local_ranks = ranks / place.processes;
-  // On the CPU a long step is slow, not stuck; there the ranks' own rendezvous have a limit.
+  // On the CPU a long step is slow rather than stuck, and ranks of one process have a limit where they meet.
   if (ranks > 1) {
-    (is_cpu ? options.timeout : options.step_timeout) = std::chrono::seconds(config.rank_timeout * (is_cpu ? 5 : 1));
+    const std::chrono::seconds limit(config.rank_timeout * (is_cpu ? 5 : 1));
+    if (is_cpu) options.timeout = limit;
+    if (!is_cpu || place.processes > 1) options.step_timeout = limit;
   }
   options.first_rank = place.process * options.local_ranks;
   if (place.processes > 1) {

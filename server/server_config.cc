@@ -30,7 +30,8 @@ void AddNetworkFlags(FlagSet& flags, ServerConfig& config) {
                "clients must show a certificate of this authority (PEM)");
   flags.Int("max-message-mib", &config.max_message_mib, {1, 256}, "largest gRPC message, MiB");
   flags.Int("max-body-mib", &config.max_body_mib, {1, 1024}, "largest HTTP body, MiB");
-  flags.Int("max-connections", &config.max_connections, {1, 1e6}, "open connections of each front end; more are turned away");
+  flags.Int("max-connections", &config.max_connections, {1, 1e6},
+            "open connections of each front end; more are turned away");
   flags.Int("max-streams-per-key", &config.max_streams_per_key, {1, 1e6},
             "requests in progress of one API key; more are refused (default: no limit)");
 }
@@ -193,7 +194,7 @@ void AddLayoutFlags(FlagSet& flags, ServerConfig& config, std::string* gpus) {
                "how tokens reach the experts of other groups: every rank sees all tokens, or each gets those that "
                "chose its experts");
   flags.Int("rank-timeout", &config.rank_timeout, {1, 86400},
-            "several ranks: seconds after which a step that does not end ends the server");
+            "several ranks: seconds after which a step that does not end ends the server; five times that on the CPU");
   flags.Choice("moe-routing", &config.moe_routing, {"exact", "local-quantile"},
                "how experts are chosen: by the router alone, or so that ranks are busy alike");
   flags.Choice("compute-dtype", &config.compute_dtype, {"auto", "bf16", "fp32"}, "arithmetic of activations");

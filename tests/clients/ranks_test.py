@@ -183,6 +183,16 @@ class RanksTest(unittest.TestCase):
         self.assertEqual(leader.process.wait(timeout=LIMIT), DEVICE_FAULT)
         self.assertIn(503, seen)  # the server says so before it ends
 
+    def test_a_frozen_follower_ends_the_server(self):
+        leader, follower = self.launch(["--tensor-parallel-size", "2", "--rank-timeout", "2"])  # five times on the CPU
+        follower.send_signal(signal.SIGSTOP)
+        self.addCleanup(lambda: follower.poll() is None and follower.send_signal(signal.SIGCONT))
+        with self.assertRaises(urllib.error.HTTPError) as error:
+            self.complete(leader.url)
+        self.assertEqual(error.exception.code, 500)
+        self.assertEqual(leader.process.wait(timeout=LIMIT), DEVICE_FAULT)
+        self.assertIn("a step has not ended within 10 s", self.text(leader.log))
+
     def test_processes_that_disagree_end_at_once(self):
         port = free_port()
         other = subprocess.Popen([BINARY, "serve", MODEL, "--device", "cpu", "--data-parallel-size", "2",

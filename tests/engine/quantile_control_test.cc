@@ -196,6 +196,19 @@ TEST(QuantileControlTest, ARecordedEpochStays) {
   EXPECT_EQ(control.current()->delta, epoch.delta);
 }
 
+TEST(EpochLogTest, GoesOnBehindAnEarlierRun) {
+  const testing::TempDir dir;
+  const std::string path = dir.path() + "/epochs.log";
+  for (const float delta : {-0.25f, -0.5f}) {
+    auto log = EpochLog::Open(path);
+    ASSERT_TRUE(log.ok());
+    (*log)->Append(0, {.number = 1, .groups = 1, .delta = {delta}});
+    if (delta == -0.25f) (*log)->Append(0, {.number = 2, .groups = 1, .delta = {-0.125f}});
+  }
+  EXPECT_EQ(EpochLog::Find(path, 0, 1)->delta[0], -0.5f);  // the last run counts
+  EXPECT_EQ(EpochLog::Find(path, 0, 2)->delta[0], -0.125f);
+}
+
 TEST(EpochLogTest, GivesBackTheBits) {
   const testing::TempDir dir;
   const std::string path = dir.path() + "/epochs.log";

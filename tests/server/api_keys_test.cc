@@ -37,6 +37,9 @@ TEST(ApiKeysTest, KeysOfTheFileAreKnown) {
 
 TEST(ApiKeysTest, AFileWithoutKeysIsAnError) {
   EXPECT_EQ(ApiKeys::Load(Write("# nothing\n")).status().code(), absl::StatusCode::kInvalidArgument);
+  for (const char* file : {"caf\xc3\xa9key\n", "good\ntwo words\n", "good\n\x01\x02\n"}) {  // no header can carry them
+    EXPECT_EQ(ApiKeys::Load(Write(file)).status().code(), absl::StatusCode::kInvalidArgument) << file;
+  }
   EXPECT_EQ(ApiKeys::Load("/nowhere/keys").status().code(), absl::StatusCode::kInvalidArgument);
 }
 
