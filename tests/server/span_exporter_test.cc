@@ -63,10 +63,12 @@ class Collector {
           break;
         }
       }
+      {
+        std::lock_guard lock(mutex_);
+        requests_.push_back(text);  // before the reply, after which the test looks
+      }
       send(client, reply_.data(), reply_.size(), MSG_NOSIGNAL);
       close(client);
-      std::lock_guard lock(mutex_);
-      requests_.push_back(text);
     }
   }
 
