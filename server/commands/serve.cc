@@ -3,7 +3,9 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <memory>
 #include <thread>
@@ -40,6 +42,7 @@ constexpr auto kFlushTime = std::chrono::milliseconds(500);  // for last events 
 constexpr auto kLastWords = std::chrono::seconds(2);
 constexpr auto kTransportGrace = std::chrono::milliseconds(200);  // for transports to say goodbye
 constexpr auto kFaultNotice = std::chrono::seconds(2);            // clients hear of a device fault before the exit
+constexpr auto kTearDownTime = std::chrono::seconds(10);  // last spans take up to 9 s; a step under way serves nobody
 constexpr double kSummarySeconds = 10;
 constexpr int kHttpTextThreads = 2;
 constexpr int kProbeConnections = 256;
@@ -51,6 +54,39 @@ Clock::duration Seconds(double seconds) {
 std::string ListenerText(const std::string& host, const Port& wanted, int port) {
   return wanted.has_value() ? absl::StrCat(host, ":", port) : std::string("off");
 }
+
+[[noreturn]] void EndAtOnce(int signal) {
+  spdlog::warn("second signal {}: ending at once", signal);
+  std::fflush(nullptr);
+  std::_Exit(128 + signal);
+}
+
+// While the server is taken apart: a step that hangs on a device would hold the process for ever. Ends the process when
+// that takes too long, or at a further signal.
+class TearDownGuard {
+ public:
+  TearDownGuard(const Signals& signals, int code) : thread_([this, &signals, code] { Run(signals, code); }) {}
+  ~TearDownGuard() {
+    done_ = true;
+    thread_.join();
+  }
+
+ private:
+  void Run(const Signals& signals, int code) const {
+    const Clock::time_point until = Clock::now() + kTearDownTime;
+    while (!done_) {
+      const int signal = signals.Wait(std::chrono::milliseconds(10));
+      if (signal != 0 && signal != SIGHUP) EndAtOnce(signal);
+      if (Clock::now() < until) continue;
+      spdlog::warn("threads still work after {} s: ending without them", kTearDownTime.count());
+      std::fflush(nullptr);
+      std::_Exit(code);
+    }
+  }
+
+  std::atomic<bool> done_{false};
+  std::thread thread_;  // last: uses the other
+};
 
 // One run of the server. Members live in the order in which they need each other.
 class Server {
@@ -241,11 +277,7 @@ class Server {
     while (!done) {
       const int signal = signals.Wait(kTick);
       if (signal == 0 || signal == SIGHUP) continue;
-      if (++seen > 1) {
-        spdlog::warn("second signal {}: ending at once", signal);
-        std::fflush(nullptr);
-        std::_Exit(128 + signal);
-      }
+      if (++seen > 1) EndAtOnce(signal);
       spdlog::info("signal {}: ending with the first process", signal);
     }
     steps.join();
@@ -291,9 +323,7 @@ class Server {
       if (signal == SIGHUP) {
         ReloadSecrets();
       } else if (signal != 0) {
-        spdlog::warn("second signal {}: ending at once", signal);
-        std::fflush(nullptr);
-        std::_Exit(128 + signal);
+        EndAtOnce(signal);
       }
     }
   }
@@ -375,6 +405,8 @@ int RunServe(const std::vector<std::string>& args, const GetEnv& getenv) {
   auto server = std::make_unique<Server>(line->config, std::move(spans));
   const int code = server->Run(signals);
   if (server->gave_up()) static_cast<void>(server.release());  // belongs to the loading thread until the process ends
+  const TearDownGuard guard(signals, code);
+  server.reset();
   return code;
 }
 

@@ -301,16 +301,9 @@ class ArgumentGrammar {
   }
 
   const JsonValue& Follow(const JsonValue& schema) const {
-    const JsonValue* place = &schema;
-    for (int i = 0; i < kMaxNesting; ++i) {
-      const JsonValue* reference = place->Find("$ref");
-      const JsonValue* target =
-          reference != nullptr && reference->is_string() ? ResolveSchemaReference(root_, reference->text) : nullptr;
-      if (target == nullptr) break;
-      place = target;
-    }
-    if (place->Find("$ref") != nullptr) left_ = -1;  // a longer way than is followed
-    return *place;
+    const JsonValue& place = FollowSchemaReferences(root_, schema);
+    if (place.Find("$ref") != nullptr) left_ = -1;  // a longer way than is followed
+    return place;
   }
 
   const XtmlTokens& tokens_;

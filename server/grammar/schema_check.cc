@@ -356,6 +356,19 @@ const JsonValue* ResolveSchemaReference(const JsonValue& root, const std::string
   return nullptr;
 }
 
+const JsonValue& FollowSchemaReferences(const JsonValue& root, const JsonValue& schema) {
+  constexpr int kMost = 32;
+  const JsonValue* place = &schema;
+  for (int i = 0; i < kMost; ++i) {
+    const JsonValue* reference = place->Find("$ref");
+    const JsonValue* target =
+        reference != nullptr && reference->is_string() ? ResolveSchemaReference(root, reference->text) : nullptr;
+    if (target == nullptr) break;
+    place = target;
+  }
+  return *place;
+}
+
 absl::Status CheckSchema(const JsonValue& schema, const std::string& path, bool strict) {
   Checker checker(schema, strict);
   absl::Status status = checker.CheckSizes(schema, path, 0);

@@ -115,17 +115,7 @@ class Shapes {
  public:
   explicit Shapes(const JsonValue& root) : root_(root) {}
 
-  const JsonValue& Follow(const JsonValue& schema) const {
-    const JsonValue* place = &schema;
-    for (int i = 0; i < kMaxNesting; ++i) {
-      const JsonValue* reference = place->Find("$ref");
-      const JsonValue* target =
-          reference != nullptr && reference->is_string() ? ResolveSchemaReference(root_, reference->text) : nullptr;
-      if (target == nullptr) break;
-      place = target;
-    }
-    return *place;
-  }
+  const JsonValue& Follow(const JsonValue& schema) const { return FollowSchemaReferences(root_, schema); }
 
   // The types of values that the grammar of `reference` lets through; `valid`: of those that fit it.
   Types TypesOf(const JsonValue& reference, bool valid, int depth = 0) const {

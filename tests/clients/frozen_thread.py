@@ -55,6 +55,10 @@ class FrozenThread:
     def thaw(self):
         _ptrace(_DETACH, self.tid)
 
+    def bury(self):
+        """Instead of thaw, when its process has ended: until then the process cannot be waited for."""
+        os.waitpid(self.tid, _ALL_THREADS)
+
     def freeze_outside_of_locks(self, others_go_on):
         """A thread may be caught with a lock of the allocator, which then holds up everybody: not what is meant."""
         for _ in range(20):

@@ -3,6 +3,7 @@ Needs grpcio and permission to trace a child process."""
 
 import json
 import re
+import signal
 import threading
 import time
 import unittest
@@ -57,10 +58,21 @@ class StallTest(unittest.TestCase):
                         events.append((time.monotonic(), line[6:].strip()))
                         begun.set()
 
-        thread = threading.Thread(target=read, daemon=True)
+        def follow():
+            try:
+                read()
+            except OSError:
+                pass  # the server has gone; what came is in the events
+
+        thread = threading.Thread(target=follow, daemon=True)
         thread.start()
         self.assertTrue(begun.wait(60))
         return events, thread
+
+    @staticmethod
+    def log_of(server):
+        with open(f"/proc/self/fd/{server.log.fileno()}", "rb") as log:
+            return log.read().decode()
 
     def wait_for(self, condition, seconds):
         until = time.monotonic() + seconds
@@ -97,6 +109,24 @@ class StallTest(unittest.TestCase):
             self.wait_for(lambda: len(events) > seen, 30)  # the request was not lost
             watch.cancel()
         self.assertEqual(server.stop(), 0)
+
+    # Nobody waits for the step any more, and a device that hangs would never end it.
+    def test_an_engine_that_hangs_does_not_outlive_the_drain(self):
+        self.need_tracing()
+        for impatient in (False, True):
+            server = self.start("--shutdown-timeout", "1")
+            self.stream(server)
+            engine = FrozenThread(next(tid for tid, (name, _) in threads(server.process.pid).items()
+                                       if name == "k3-engine"))
+            engine.freeze_outside_of_locks(lambda: probe(server.url + "/metrics") == 200)
+            server.process.send_signal(signal.SIGTERM)
+            if impatient:
+                self.wait_for(lambda: "drained in" in self.log_of(server), 60)
+                server.process.send_signal(signal.SIGTERM)
+            engine.bury()
+            self.assertEqual(server.process.wait(timeout=60), 143 if impatient else 0)
+            self.assertIn("second signal 15: ending at once" if impatient else "threads still work after 10 s",
+                          self.log_of(server))
 
     # B48: ready means warmed up. What else the machine does can make one start look bad, a cost of the first request all.
     def test_the_first_request_costs_what_the_second_does(self):
