@@ -32,22 +32,23 @@ __device__ __forceinline__ void GroupMmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// a and b in shared memory; with `accumulate` false the old sums are ignored.
-template <int N, bool kTransposedB = false>
+// a and b in shared memory; with `accumulate` false the old sums are ignored. Transposed a: as transposed b, 64 rows wide.
+template <int N, bool kTransposedB = false, bool kTransposedA = false>
 __device__ __forceinline__ void GroupMma(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate = true);
 // a in registers, as MmaBf16 takes it.
 template <int N, bool kTransposedB = false>
 __device__ __forceinline__ void GroupMma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate = true);
 
 // clang-format off
-#define K3_GROUP_MMA(N, LIST, FIRST, SECOND, THIRD, FOURTH, ...)                                                       \
-  template <bool kTransposedB>                                                                                         \
+#define K3_GROUP_MMA(N, LIST, FIRST, SECOND, THIRD, FOURTH, FIFTH, ...)                                                \
+  template <bool kTransposedB, bool kTransposedA = false>                                                              \
   __device__ __forceinline__ void GroupMma##N(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {            \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " THIRD ", 0;\n"                                                   \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, " FIRST ", " SECOND             \
-                 ", p, 1, 1, 0, " FOURTH ";\n}"                                                                        \
+                 ", p, 1, 1, " FIFTH ", " FOURTH ";\n}"                                                               \
                  : __VA_ARGS__                                                                                         \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposedB ? 1 : 0));                      \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposedB ? 1 : 0),                       \
+                   "n"(kTransposedA ? 1 : 0));                                                                         \
   }
 #define K3_GROUP_MMA_REGISTERS(N, LIST, A, SECOND, THIRD, FOURTH, ...)                                                 \
   template <bool kTransposedB>                                                                                         \
@@ -61,13 +62,13 @@ __device__ __forceinline__ void GroupMma(float (&d)[N / 2], const uint32_t (&a)[
   }
 K3_GROUP_MMA(32,
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
-    "%16", "%17", "%18", "%19",
+    "%16", "%17", "%18", "%19", "%20",
     "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
     "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]))
 K3_GROUP_MMA(64,
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
-    "%32", "%33", "%34", "%35",
+    "%32", "%33", "%34", "%35", "%36",
     "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
     "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
     "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
@@ -85,7 +86,7 @@ K3_GROUP_MMA(128,
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
-    "%64", "%65", "%66", "%67",
+    "%64", "%65", "%66", "%67", "%68",
     "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
     "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
     "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
@@ -117,7 +118,7 @@ K3_GROUP_MMA(256,
     "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127",
-    "%128", "%129", "%130", "%131",
+    "%128", "%129", "%130", "%131", "%132",
     "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
     "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
     "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
@@ -164,12 +165,12 @@ K3_GROUP_MMA_REGISTERS(256,
 #undef K3_GROUP_MMA_REGISTERS
 // clang-format on
 
-template <int N, bool kTransposedB>
+template <int N, bool kTransposedB, bool kTransposedA>
 __device__ __forceinline__ void GroupMma(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
-  if constexpr (N == 32) GroupMma32<kTransposedB>(d, a, b, accumulate);
-  if constexpr (N == 64) GroupMma64<kTransposedB>(d, a, b, accumulate);
-  if constexpr (N == 128) GroupMma128<kTransposedB>(d, a, b, accumulate);
-  if constexpr (N == 256) GroupMma256<kTransposedB>(d, a, b, accumulate);
+  if constexpr (N == 32) GroupMma32<kTransposedB, kTransposedA>(d, a, b, accumulate);
+  if constexpr (N == 64) GroupMma64<kTransposedB, kTransposedA>(d, a, b, accumulate);
+  if constexpr (N == 128) GroupMma128<kTransposedB, kTransposedA>(d, a, b, accumulate);
+  if constexpr (N == 256) GroupMma256<kTransposedB, kTransposedA>(d, a, b, accumulate);
 }
 
 template <int N, bool kTransposedB>

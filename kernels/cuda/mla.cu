@@ -5,6 +5,7 @@
 #include "kernels/cuda/mla_absorbed.cuh"
 #include "kernels/cuda/mla_prefill.cuh"
 #include "kernels/cuda/op_table.h"
+#include "kernels/cuda/tensor_map.h"
 #include "kernels/cuda/weights.h"
 
 namespace k3::cuda {
@@ -12,10 +13,12 @@ namespace {
 
 constexpr int64_t kBlockBytes = int64_t{64} << 20;  // latent queries of the tokens that are worked on together
 constexpr int kMaxSplits = 512;
+constexpr int64_t kMaxPages = 1 << 24;                  // more than any memory holds
 constexpr int64_t kVectorTokens = 4;                    // up to so many tokens products are matrix-vector products
 constexpr int64_t kExpandQueries = 160;                 // from so many on a sequence's keys and values are expanded
 constexpr int64_t kExpandedBytes = int64_t{512} << 20;  // of the keys that are expanded together
 constexpr int64_t kCarryBytes = int64_t{128} << 20;     // of the queries whose softmax is carried over blocks of keys
+constexpr int64_t kGroupBytes = int64_t{32} << 20;      // of expanded keys whose tiles run together
 
 // Tokens worked on together: their latent queries and outputs lie in the scratch.
 int64_t BlockTokens(int64_t tokens, int64_t heads, int64_t latent, size_t element) {
@@ -49,6 +52,7 @@ struct MlaScratch {
   float* partial;      // [multiprocessors][64, latent]: tiles * splits is at most that where splits > 1
   float* partial_lse;  // [multiprocessors][64]
   // Expanded keys and values: sequences of at least kExpandQueries tokens.
+  int* counter;           // 1
   bf16* lines;            // [keys, 576]
   bf16* expanded;         // [keys, heads, 256]
   float* carry;           // [queries, heads, 128], where the context has more keys
@@ -71,6 +75,7 @@ struct MlaScratch {
     partial_lse = static_cast<float*>(take(pieces * kMlaTileRows * 4));
     if (device.act == DType::kBF16 && !device.batch_invariant && tokens >= kExpandQueries) {
       const int64_t keys = ExpandKeys(context, heads);
+      counter = static_cast<int*>(take(sizeof(int)));
       lines = static_cast<bf16*>(take(keys * kPrefillLine * 2));
       expanded = static_cast<bf16*>(take(keys * heads * kPrefillExpanded * 2));
       const int64_t queries = keys < context ? CarryQueries(tokens, heads) : 0;
@@ -116,6 +121,16 @@ void AttendAny(const MlaAttentionParams& p, const MlaRows& rows, const MlaScratc
          static_cast<T*>(scratch.latent_out));
 }
 
+// Of the largest tile.
+int64_t TileRows(const SequenceBatch& batch, const MlaRows& rows) {
+  int64_t most = 0;
+  for (int s = 0; s < batch.num_sequences; ++s) {
+    most = std::max<int64_t>(most, std::min(rows.token_end, batch.host_token_begin[s + 1]) -
+                                       std::max(rows.token_begin, batch.host_token_begin[s]));
+  }
+  return std::min<int64_t>(kMlaTileRows, most * rows.heads);
+}
+
 AbsorbedArgs MakeAbsorbed(const Device& device, const MlaAttentionParams& p, const MlaRows& rows,
                           const MlaScratch& scratch) {
   AbsorbedArgs args;
@@ -125,6 +140,7 @@ AbsorbedArgs MakeAbsorbed(const Device& device, const MlaAttentionParams& p, con
   args.q = AsMatrix<const bf16>(p.q);
   args.nope_dim = p.nope_dim;
   args.rope_aligned = RowsAligned16(p.q) && (p.nope_dim + p.rope_dim) % 8 == 0 && p.nope_dim % 8 == 0;
+  args.boxes = p.pages.page_size % kAbsorbedKeys == 0;
   args.scale_log2 = p.scale * 1.4426950408889634f;
   args.splits = Splits(device, rows.tiles);
   args.latent_out = static_cast<bf16*>(scratch.latent_out);
@@ -133,17 +149,28 @@ AbsorbedArgs MakeAbsorbed(const Device& device, const MlaAttentionParams& p, con
   return args;
 }
 
+template <int kRows>
 void LaunchAbsorbed(const AbsorbedArgs& args, const SequenceBatch& batch, cudaStream_t queue) {
+  CUtensorMap boxes = {};
+  if (args.boxes) {
+    boxes = MatrixBoxes(args.pages.data, kMaxPages, args.pages.page_stride / 2, args.pages.page_size, kAbsorbedLine,
+                        kAbsorbedLine, kAbsorbedKeys);
+  }
   const unsigned tiles = static_cast<unsigned>(args.rows.tiles), splits = static_cast<unsigned>(args.splits);
-  Launch(&MlaAbsorbedKernel,
-         {.grid = dim3(tiles, splits), .block = dim3(kAbsorbedThreads), .shared = sizeof(AbsorbedShared)}, queue,
-         "MlaAbsorbed", args, batch);
+  Launch(&MlaAbsorbedKernel<kRows>,
+         {.grid = dim3(tiles, splits), .block = dim3(kAbsorbedThreads), .shared = sizeof(AbsorbedShared<kRows>)}, queue,
+         "MlaAbsorbed", boxes, args, batch);
+}
+
+// `rows`: of the largest tile.
+void LaunchAbsorbed(const AbsorbedArgs& args, const SequenceBatch& batch, int64_t rows, cudaStream_t queue) {
+  rows <= 32 ? LaunchAbsorbed<32>(args, batch, queue) : LaunchAbsorbed<64>(args, batch, queue);
 }
 
 void AttendAbsorbed(const Device& device, const MlaAttentionParams& p, const MlaRows& rows, const MlaScratch& scratch,
                     cudaStream_t queue) {
   const AbsorbedArgs args = MakeAbsorbed(device, p, rows, scratch);
-  LaunchAbsorbed(args, *p.batch, queue);
+  LaunchAbsorbed(args, *p.batch, TileRows(*p.batch, rows), queue);
   if (args.splits == 1) return;
   Launch(&MlaCombineKernel,
          {.grid = dim3(kMlaTileRows, static_cast<unsigned>(rows.tiles)),
@@ -166,7 +193,7 @@ void AttendVectors(const Device& device, const MlaAttentionParams& p, const Cuda
           .shared = 8 * kLatentColumns * sizeof(float)},
          queue, "MlaLatentQuery", args.q, p.nope_dim + p.rope_dim, kv_b, head_rows, rows.token_begin,
          static_cast<bf16*>(scratch.latent_q));
-  LaunchAbsorbed(args, *p.batch, queue);
+  LaunchAbsorbed(args, *p.batch, TileRows(*p.batch, rows), queue);
   Launch(&MlaFinishRowKernel,
          {.grid = dim3(heads, tokens),
           .block = dim3(kFinishRowThreads),
@@ -259,7 +286,7 @@ void AttendExpanded(const Device& device, const MlaAttentionParams& p, const Cud
       Launch(&MlaGatherKernel,
              {.grid = dim3(static_cast<unsigned>(CeilDiv(keys, kGatherWarps))), .block = dim3(32 * kGatherWarps)},
              queue, "MlaGather", p.pages, batch, sequence, static_cast<int>(key), static_cast<int>(keys), kPrefillLine,
-             scratch.lines);
+             scratch.lines, scratch.counter);
       Gemm(device,
            {.m = keys,
             .n = int64_t{p.heads} * kPrefillExpanded,
@@ -272,13 +299,11 @@ void AttendExpanded(const Device& device, const MlaAttentionParams& p, const Cud
             .ldc = int64_t{p.heads} * kPrefillExpanded},
            queue);
       PrefillArgs args;
-      args.q = AsMatrix<const bf16>(p.q.Rows(row + query, queries));
       args.out = AsMatrix<bf16>(p.out.Rows(row + query, queries));
       args.queries = static_cast<int>(queries);
       args.query_position = static_cast<int>(context + query);
       args.heads = p.heads;
-      args.lines = scratch.lines;
-      args.expanded = scratch.expanded;
+      args.head_group = static_cast<int>(std::clamp<int64_t>(kGroupBytes / (keys * kPrefillExpanded * 2), 1, p.heads));
       args.keys = static_cast<int>(keys);
       args.key_position = static_cast<int>(key);
       args.scale_log2 = p.scale * 1.4426950408889634f;
@@ -286,11 +311,16 @@ void AttendExpanded(const Device& device, const MlaAttentionParams& p, const Cud
       args.last = key + keys == seen;
       args.carry = scratch.carry;
       args.carry_softmax = scratch.carry_softmax;
+      args.counter = scratch.counter;
+      const MatrixView q = p.q.Rows(row + query, queries);
+      const int64_t tiles = CeilDiv(queries, kPrefillQueries) * p.heads;
       Launch(&MlaPrefillKernel,
-             {.grid = dim3(static_cast<unsigned>(p.heads), static_cast<unsigned>(CeilDiv(queries, kPrefillQueries))),
+             {.grid = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, device.multiprocessors))),
               .block = dim3(kPrefillThreads),
               .shared = sizeof(PrefillShared)},
-             queue, "MlaPrefill", args);
+             queue, "MlaPrefill", MatrixBoxes(q.data, 1, queries * q.ld, queries, q.cols, q.ld, kPrefillQueries),
+             MatrixBoxes(scratch.lines, 1, keys, kPrefillLine, kPrefillKeys),
+             MatrixBoxes(scratch.expanded, 1, keys, int64_t{p.heads} * kPrefillExpanded, kPrefillKeys), args);
     }
   }
 }

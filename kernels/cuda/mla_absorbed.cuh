@@ -1,30 +1,44 @@
 #pragma once
 
+#include <cuda.h>
+
 #include "kernels/cuda/group_mma.cuh"
 #include "kernels/cuda/mla.cuh"
 
-// Absorbed MLA attention on the tensor cores, bf16 lines of 512 + 64: a tile of 64 rows walks its keys 64 at a time,
-// the keys of one split. Keys and values are the same lines, so a line is read once, by all rows of the tile.
+// Absorbed MLA attention on the tensor cores, bf16 lines of 512 + 64: a tile of 32 or 64 rows walks its keys 64 at a
+// time, the keys of one split. Keys and values are the same lines, so a line is read once, by all rows of the tile.
 //
-// Two warpgroups share a block. For the scores [64, 64] each takes 32 keys; for the output [64, 512] each takes 256
-// columns, whose sums stay in its registers. The probabilities pass through shared memory.
+// All products are transposed: 64 keys or 64 columns of the latent are a product's rows, the tile's rows its columns,
+// so that the 32 heads of a decode fill the matrix unit. Warpgroups have roles: one copies lines, one makes scores [64
+// keys, rows] and probabilities, which pass through shared memory, two sum 256 columns of the output each in their
+// registers. Scores of the next 64 keys are made while values are summed.
 namespace k3::cuda {
 
-constexpr int kAbsorbedThreads = 256;
 constexpr int kAbsorbedKeys = 64;
 constexpr int kAbsorbedLatent = 512;
 constexpr int kAbsorbedRope = 64;
 constexpr int kAbsorbedLine = kAbsorbedLatent + kAbsorbedRope;
 constexpr int kAbsorbedColumns = kAbsorbedLine / 64;  // 64-element columns of swizzled atoms
 constexpr int kAbsorbedStages = 2;
+constexpr int kAbsorbedColumnBytes = kAbsorbedKeys * 128;
+// Warpgroups: 0 and 1 sum values, 2 makes scores, 3 copies.
+constexpr int kAbsorbedThreads = 512;
+// Named barriers: of the scoring warpgroup; queries are there; sums of the softmax are there.
+constexpr int kScoreBarrier = 1, kQueryBarrier = 2, kScaleBarrier = 3;
 
+template <int kRows>
 struct AbsorbedShared {
-  alignas(1024) unsigned char q[kAbsorbedColumns][kMlaTileRows * 128];
-  alignas(1024) unsigned char lines[kAbsorbedStages][kAbsorbedColumns][kAbsorbedKeys * 128];
-  alignas(1024) unsigned char probabilities[kMlaTileRows * 128];
-  float top[2][kMlaTileRows];  // by warpgroup
-  float sum[2][kMlaTileRows];
-  MlaTile tile;
+  static constexpr int kTurns = kRows == 32 ? 2 : 1;  // buffers of probabilities
+  alignas(1024) unsigned char q[kAbsorbedColumns][kRows * 128];
+  alignas(1024) unsigned char lines[kAbsorbedStages][kAbsorbedColumns][kAbsorbedColumnBytes];
+  alignas(1024) unsigned char probabilities[kTurns][kRows * 128];  // [row][key]
+  float shrink[kTurns][kRows];
+  float partial[2][4][kRows];  // by step and warp
+  float scale[kRows];
+  int limit[kRows];  // keys that a row sees
+  // Full: the copying threads, or the copy engine. Scored: the scoring threads. Empty, summed: the summing warps.
+  uint64_t full[kAbsorbedStages], empty[kAbsorbedStages];
+  uint64_t scored[kTurns], summed[kTurns];
 };
 
 struct AbsorbedArgs {
@@ -34,6 +48,7 @@ struct AbsorbedArgs {
   Matrix<const bf16> q;  // [tokens, heads * (nope + 64)]
   int nope_dim;
   bool rope_aligned;  // rope parts start on 16 bytes
+  bool boxes;         // the copy engine brings lines: pages hold a multiple of 64
   float scale_log2;   // score scale times log2(e)
   int splits;
   bf16* latent_out;    // [rows, 512], when there is one split
@@ -46,16 +61,249 @@ __device__ __forceinline__ int AbsorbedSplitKeys(int keys, int splits) {
   return max(kAbsorbedKeys, (keys + splits * kAbsorbedKeys - 1) / (splits * kAbsorbedKeys) * kAbsorbedKeys);
 }
 
-// Grid (tiles, splits).
-__global__ void __launch_bounds__(kAbsorbedThreads, 1) MlaAbsorbedKernel(AbsorbedArgs args, SequenceBatch batch) {
-  AbsorbedShared& s = *DynamicShared<AbsorbedShared>();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / 4;
-  if (warp == 0) {
-    const MlaTile found = FindMlaTile(args.rows, batch, blockIdx.x, lane);
-    if (lane == 0) s.tile = found;
+// Brings the lines of keys [begin, end) of a sequence, 64 a stage, rows beyond the end as zeros or, with boxes, as
+// whatever the page holds there. By the 128 threads of a warpgroup; with boxes by one of them.
+template <int kRows>
+__device__ __forceinline__ void CopyAbsorbedLines(AbsorbedShared<kRows>& s, const CUtensorMap& boxes,
+                                                  const AbsorbedArgs& args, const SequenceBatch& batch, int sequence,
+                                                  int begin, int end) {
+  const int thread = threadIdx.x % 128, piece = thread % 8;
+  const int steps = (end - begin + kAbsorbedKeys - 1) / kAbsorbedKeys;
+  if (args.boxes) {
+    if (thread != 0) return;
+    const int32_t* table = batch.page_table + sequence * batch.page_table_stride;
+    int page = table[begin / args.pages.page_size];
+    for (int step = 0; step < steps; ++step) {
+      const int stage = step % kAbsorbedStages, key = begin + step * kAbsorbedKeys;
+      const int next = key + kAbsorbedKeys < end ? table[(key + kAbsorbedKeys) / args.pages.page_size] : 0;
+      BarrierWait(&s.empty[stage], (step / kAbsorbedStages & 1) ^ 1);
+      BarrierArriveExpect(&s.full[stage], sizeof(s.lines[0]));
+#pragma unroll
+      for (int c = 0; c < kAbsorbedColumns; ++c) {
+        // Page -1 lies outside the tensor: zeros.
+        CopyTensor3(s.lines[stage][c], &boxes, 64 * c, key % args.pages.page_size, page, &s.full[stage]);
+      }
+      page = next;
+    }
+    return;
   }
-  __syncthreads();
-  const MlaTile tile = s.tile;
+  for (int step = 0; step < steps; ++step) {
+    const int stage = step % kAbsorbedStages;
+    BarrierWait(&s.empty[stage], (step / kAbsorbedStages & 1) ^ 1);
+#pragma unroll
+    for (int i = 0; i < kAbsorbedKeys / 16; ++i) {
+      const int row = thread / 8 + 16 * i, key = begin + step * kAbsorbedKeys + row;
+      const bf16* line = key < end ? MlaLine<const bf16>(args.pages, batch, sequence, key, kAbsorbedLine) : nullptr;
+#pragma unroll
+      for (int c = 0; c < kAbsorbedColumns; ++c) {
+        CopyAsync16(s.lines[stage][c] + Swizzle128(row, piece),
+                    line != nullptr ? line + 64 * c + 8 * piece : args.latent_q, line != nullptr);
+      }
+    }
+    CopyAsyncCommit();
+    if (step > 0) {
+      CopyAsyncWait<1>();
+      FenceSharedForMatrix();
+      BarrierArrive(&s.full[(step - 1) % kAbsorbedStages]);
+    }
+  }
+  CopyAsyncWait<0>();
+  FenceSharedForMatrix();
+  BarrierArrive(&s.full[(steps - 1) % kAbsorbedStages]);
+}
+
+// Of 8 lanes that differ in lane / 4 and hold v[0..P-1] each, lane g gets the maxima of v[g P / 8 ..] in v[0 .. P / 8).
+template <int P, int kHalf = P / 2, int kLane = 16>
+__device__ __forceinline__ void ColumnMaxEach(float (&v)[P], int lane) {
+  if constexpr (kLane >= 4) {
+    const bool upper = (lane & kLane) != 0;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float give = upper ? v[i] : v[i + kHalf];
+      const float keep = upper ? v[i + kHalf] : v[i];
+      v[i] = fmaxf(keep, __shfl_xor_sync(kAllLanes, give, kLane));
+    }
+    ColumnMaxEach<P, kHalf / 2, kLane / 2>(v, lane);
+  }
+}
+
+// Scores and softmax of keys [begin, end), transposed: a product's rows are keys, its columns the tile's rows, so that
+// no half of the matrix unit's work is lost on the few rows of a decode. Thread (g, t) of warp w holds keys 16 w + g
+// and + 8 of columns 8 j + 2 t and + 1.
+template <int kRows>
+__device__ __forceinline__ void ScoreAbsorbed(AbsorbedShared<kRows>& s, const AbsorbedArgs& args, int begin, int end,
+                                              float* lse, int64_t lse_step, int rows) {
+  constexpr int kColumns = kRows / 4;  // of a thread
+  constexpr int kOwned = kRows / 32;   // whose maxima a lane keeps: lane + 32 i
+  constexpr int kTurns = AbsorbedShared<kRows>::kTurns;
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
+  const int steps = (end - begin + kAbsorbedKeys - 1) / kAbsorbedKeys;
+  float top[kOwned], sum[kColumns];
+#pragma unroll
+  for (int i = 0; i < kOwned; ++i) top[i] = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) sum[i] = 0;
+  for (int step = 0; step < steps; ++step) {
+    const int stage = step % kAbsorbedStages, turn = step % kTurns, key = begin + step * kAbsorbedKeys;
+    BarrierWait(&s.full[stage], step / kAbsorbedStages & 1);
+    if (args.boxes && key + kAbsorbedKeys > end) {
+      for (int i = thread + (end - key) * 8; i < kAbsorbedKeys * 8; i += 128) {
+#pragma unroll
+        for (int c = 0; c < kAbsorbedColumns; ++c) *reinterpret_cast<uint4*>(s.lines[stage][c] + 16 * i) = uint4{};
+      }
+      FenceSharedForMatrix();
+      NamedBarrierSync(kScoreBarrier, 128);
+    }
+    float score[kRows / 2];
+    GroupMmaFence();
+#pragma unroll
+    for (int c = 0; c < kAbsorbedColumns; ++c) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        GroupMma<kRows>(score, SharedOperand(s.lines[stage][c] + 32 * k), SharedOperand(s.q[c] + 32 * k),
+                        c > 0 || k > 0);
+      }
+    }
+    GroupMmaCommit();
+    GroupMmaWait<0>();
+
+    if (key + kAbsorbedKeys > s.limit[0]) {  // of the first row, which sees the least
+      const int first_key = key + 16 * warp + g;
+#pragma unroll
+      for (int j = 0; j < kRows / 2; ++j) {
+        if (first_key + j / 2 % 2 * 8 >= s.limit[j / 4 * 8 + 2 * t + j % 2]) score[j] = -INFINITY;
+      }
+    }
+    float(&partial)[4][kRows] = s.partial[step % 2];
+    float most[kColumns];  // column 8 j + 2 t + e at 2 j + e
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      most[j] = fmaxf(score[j / 2 * 4 + j % 2], score[j / 2 * 4 + j % 2 + 2]);
+    }
+    ColumnMaxEach<kColumns>(most, lane);
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      const int j = g * kOwned + i;
+      partial[warp][j / 2 * 8 + 2 * t + j % 2] = most[i];
+    }
+    NamedBarrierSync(kScoreBarrier, 128);
+    float base[kOwned];
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      const int row = lane + 32 * i;
+      const float tile_top = fmaxf(fmaxf(partial[0][row], partial[1][row]), fmaxf(partial[2][row], partial[3][row]));
+      const float new_top = fmaxf(top[i], tile_top * args.scale_log2);
+      base[i] = new_top == -INFINITY ? 0.0f : new_top;
+      const float shrink = Exp2(top[i] - base[i]);
+      top[i] = new_top;
+      most[i] = shrink;
+    }
+    BarrierWait(&s.summed[turn], (step / kTurns & 1) ^ 1);
+    if (warp == 0) {
+#pragma unroll
+      for (int i = 0; i < kOwned; ++i) s.shrink[turn][lane + 32 * i] = most[i];
+    }
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const int row = j / 2 * 8 + 2 * t + j % 2;
+      sum[j] *= __shfl_sync(kAllLanes, most[j / 8], row % 32);
+      const float column_base = __shfl_sync(kAllLanes, base[j / 8], row % 32);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& x = score[j / 2 * 4 + j % 2 + 2 * i];
+        x = Exp2(fmaf(x, args.scale_log2, -column_base));
+        sum[j] += x;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kRows / 8; j += 2) {
+      const uint32_t fragment[4] = {
+          PackBf16(score[4 * j], score[4 * j + 1]), PackBf16(score[4 * j + 2], score[4 * j + 3]),
+          PackBf16(score[4 * j + 4], score[4 * j + 5]), PackBf16(score[4 * j + 6], score[4 * j + 7])};
+      StoreMatrix4Transposed(
+          s.probabilities[turn] + Swizzle128(8 * (j + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), fragment);
+    }
+    FenceSharedForMatrix();
+    BarrierArrive(&s.scored[turn]);
+  }
+  // The sums of all keys, by warp, then over warps.
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) sum[j] += __shfl_xor_sync(kAllLanes, sum[j], distance);
+  }
+  NamedBarrierSync(kScoreBarrier, 128);  // the last maxima have been read
+  if (g == 0) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) s.partial[0][warp][j / 2 * 8 + 2 * t + j % 2] = sum[j];
+  }
+  NamedBarrierSync(kScoreBarrier, 128);
+  if (warp == 0) {
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      const int row = lane + 32 * i;
+      const float total = (s.partial[0][0][row] + s.partial[0][1][row]) + (s.partial[0][2][row] + s.partial[0][3][row]);
+      s.scale[row] = total > 0 ? 1.0f / total : 0.0f;
+      if (lse != nullptr && row < rows) lse[row * lse_step] = total > 0 ? top[i] + log2f(total) : -INFINITY;
+    }
+  }
+}
+
+// Output columns [256 group, + 256) of all rows, transposed: a product's rows are columns of the latent.
+template <int kRows>
+__device__ __forceinline__ void SumAbsorbed(AbsorbedShared<kRows>& s, int steps, float (&out)[4][kRows / 2]) {
+  constexpr int kTurns = AbsorbedShared<kRows>::kTurns;
+  const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
+  const int lane = threadIdx.x % 32, t = lane % 4;
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+#pragma unroll
+    for (int j = 0; j < kRows / 2; ++j) out[m][j] = 0;
+  }
+  for (int step = 0; step < steps; ++step) {
+    const int stage = step % kAbsorbedStages, turn = step % kTurns;
+    BarrierWait(&s.full[stage], step / kAbsorbedStages & 1);
+    BarrierWait(&s.scored[turn], step / kTurns & 1);
+    float shrink[kRows / 4];
+    bool shrinks = false;
+#pragma unroll
+    for (int j = 0; j < kRows / 4; ++j) {
+      shrink[j] = s.shrink[turn][j / 2 * 8 + 2 * t + j % 2];
+      shrinks = shrinks || shrink[j] != 1.0f;
+    }
+    if (__any_sync(kAllLanes, shrinks)) {
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+#pragma unroll
+        for (int j = 0; j < kRows / 2; ++j) out[m][j] *= shrink[j / 4 * 2 + j % 2];
+      }
+    }
+    GroupMmaFence();
+#pragma unroll
+    for (int k = 0; k < kAbsorbedKeys / 16; ++k) {
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        GroupMma<kRows, false, true>(out[m], SharedOperand(s.lines[stage][4 * group + m] + 2048 * k),
+                                     SharedOperand(s.probabilities[turn] + 32 * k));
+      }
+    }
+    GroupMmaCommit();
+    GroupMmaWait<0>();
+    if (lane == 0) {
+      BarrierArrive(&s.empty[stage]);
+      BarrierArrive(&s.summed[turn]);
+    }
+  }
+}
+
+// Grid (tiles, splits); tiles of at most kRows rows. `boxes`: the pages [pages][page_size, 576] in boxes of 64 lines,
+// used if args.boxes.
+template <int kRows>
+__global__ void __launch_bounds__(kAbsorbedThreads, 1)
+    MlaAbsorbedKernel(const __grid_constant__ CUtensorMap boxes, AbsorbedArgs args, SequenceBatch batch) {
+  AbsorbedShared<kRows>& s = *DynamicShared<AbsorbedShared<kRows>>();
+  const int lane = threadIdx.x % 32;
+  const MlaTile tile = FindMlaTile(args.rows, batch, blockIdx.x, lane);
   const int heads = args.rows.heads;
   const auto position_of = [&](int row) { return batch.position[args.rows.token_begin + row / heads]; };
   const int keys = position_of(tile.row + tile.count - 1) + 1;  // of the last row, which sees the most
@@ -65,27 +313,27 @@ __global__ void __launch_bounds__(kAbsorbedThreads, 1) MlaAbsorbedKernel(Absorbe
   if (key_begin >= key_end) {  // nothing to do; the combination does not read it
     return;
   }
-
-  // Lines of 64 keys into a stage: eight threads a line and column, 16 bytes each; zeros beyond the end.
-  const int piece = threadIdx.x % 8;
-  const auto fetch = [&](int key, int stage) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = threadIdx.x / 8 + 32 * half;
-      const bf16* line = key + row < key_end
-                             ? MlaLine<const bf16>(args.pages, batch, tile.sequence, key + row, kAbsorbedLine)
-                             : nullptr;
-#pragma unroll
-      for (int c = 0; c < kAbsorbedColumns; ++c) {
-        CopyAsync16(s.lines[stage][c] + Swizzle128(row, piece),
-                    line != nullptr ? line + 64 * c + 8 * piece : args.latent_q, line != nullptr);
-      }
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kAbsorbedStages; ++i) {
+      BarrierInit(&s.full[i], args.boxes ? 1 : 128);
+      BarrierInit(&s.empty[i], 8);
     }
-  };
+    for (int i = 0; i < s.kTurns; ++i) {
+      BarrierInit(&s.scored[i], 128);
+      BarrierInit(&s.summed[i], 8);
+    }
+    BarrierInitFence();
+  }
+  __syncthreads();
+  const int role = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
+  if (role == 3) {
+    if constexpr (kRows > 32) GiveRegisters<40>();
+    CopyAbsorbedLines(s, boxes, args, batch, tile.sequence, key_begin, key_end);
+    return;
+  }
   // Queries: latent parts, then rope parts, zeros for rows that do not exist.
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int r = threadIdx.x / 8 + 32 * half;
+  const int piece = threadIdx.x % 8;
+  for (int r = threadIdx.x / 8; r < kRows; r += 48) {
     const bool exists = r < tile.count;
     const int row = tile.row + r;
     const bf16* latent = args.latent_q + static_cast<int64_t>(row) * kAbsorbedLatent;
@@ -102,121 +350,45 @@ __global__ void __launch_bounds__(kAbsorbedThreads, 1) MlaAbsorbedKernel(Absorbe
 #pragma unroll
       for (int i = 0; i < 8; ++i) reinterpret_cast<bf16*>(to)[i] = exists ? rope[i] : FromFloat<bf16>(0.0f);
     }
+    if (piece == 0) s.limit[r] = exists ? position_of(row) + 1 : 0;
   }
-  fetch(key_begin, 0);
   CopyAsyncCommit();
-  if (key_begin + kAbsorbedKeys < key_end) fetch(key_begin + kAbsorbedKeys, 1);
-  CopyAsyncCommit();
+  CopyAsyncWait<0>();
+  FenceSharedForMatrix();
+  NamedBarrierSync(kQueryBarrier, 384);
 
-  // This thread's rows of the tile: `row` and row + 8.
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * kMlaTileRows * args.splits + blockIdx.y;  // of row 0
+  if (role == 2) {
+    if constexpr (kRows > 32) GiveRegisters<104>();
+    ScoreAbsorbed(s, args, key_begin, key_end, args.splits > 1 ? args.partial_lse + slot : nullptr, args.splits,
+                  tile.count);
+    NamedBarrierArrive(kScaleBarrier, 384);
+    return;
+  }
+  if constexpr (kRows > 32) TakeRegisters<184>();
+  float out[4][kRows / 2];
+  SumAbsorbed(s, (key_end - key_begin + kAbsorbedKeys - 1) / kAbsorbedKeys, out);
+  NamedBarrierSync(kScaleBarrier, 384);
   const int g = lane / 4, t = lane % 4;
-  const int row = warp % 4 * 16 + g;
-  int limit[2];  // keys that the row may see
-  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+  const int column = 256 * role + threadIdx.x / 32 % 4 * 16 + g;  // and + 8, and + 64 m
 #pragma unroll
-  for (int i = 0; i < 2; ++i) limit[i] = row + 8 * i < tile.count ? position_of(tile.row + row + 8 * i) + 1 : 0;
-  float out[128];
-#pragma unroll
-  for (int i = 0; i < 128; ++i) out[i] = 0;
-
-  for (int key = key_begin, step = 0; key < key_end; key += kAbsorbedKeys, ++step) {
-    const int stage = step % kAbsorbedStages;
-    CopyAsyncWait<1>();
-    FenceSharedForMatrix();
-    __syncthreads();
-
-    float score[16] = {};
-    GroupMmaFence();
-#pragma unroll
-    for (int c = 0; c < kAbsorbedColumns; ++c) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        GroupMma<32>(score, SharedOperand(s.q[c] + 32 * k),
-                     SharedOperand(s.lines[stage][c] + group * 32 * 128 + 32 * k), c > 0 || k > 0);
-      }
-    }
-    GroupMmaCommit();
-    GroupMmaWait<0>();
-
-    const int first_key = key + group * 32 + 2 * t;
-    float block_top[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const int i = j / 2 % 2;
-      score[j] = first_key + j / 4 * 8 + j % 2 < limit[i] ? score[j] * args.scale_log2 : -INFINITY;
-      block_top[i] = fmaxf(block_top[i], score[j]);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      block_top[i] = fmaxf(block_top[i], __shfl_xor_sync(kAllLanes, block_top[i], 1));
-      block_top[i] = fmaxf(block_top[i], __shfl_xor_sync(kAllLanes, block_top[i], 2));
-      if (t == 0) s.top[group][row + 8 * i] = block_top[i];
-    }
-    __syncthreads();
-    float shrink[2], base[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float new_top = fmaxf(top[i], fmaxf(s.top[0][row + 8 * i], s.top[1][row + 8 * i]));
-      base[i] = new_top == -INFINITY ? 0.0f : new_top;
-      shrink[i] = Exp2(top[i] - base[i]);
-      top[i] = new_top;
-      sum[i] *= shrink[i];
-    }
-#pragma unroll
-    for (int j = 0; j < 16; j += 2) {
-      const int i = j / 2 % 2;
-      const float x = Exp2(score[j] - base[i]), y = Exp2(score[j + 1] - base[i]);
-      sum[i] += x + y;
-      *reinterpret_cast<uint32_t*>(s.probabilities + Swizzle128(row + 8 * i, 4 * group + j / 4) + 4 * t) =
-          PackBf16(x, y);
-    }
-    FenceSharedForMatrix();
-    __syncthreads();
-    if (shrink[0] != 1.0f || shrink[1] != 1.0f) {
-#pragma unroll
-      for (int j = 0; j < 128; ++j) out[j] *= shrink[j / 2 % 2];
-    }
-    GroupMmaFence();
-#pragma unroll
-    for (int k = 0; k < kAbsorbedKeys / 16; ++k) {
-      GroupMma<256, true>(out, SharedOperand(s.probabilities + 32 * k),
-                          SharedOperand(s.lines[stage][4 * group] + 2048 * k, 1024, kAbsorbedKeys * 128));
-    }
-    GroupMmaCommit();
-    GroupMmaWait<0>();
-    __syncthreads();
-    if (key + kAbsorbedStages * kAbsorbedKeys < key_end) fetch(key + kAbsorbedStages * kAbsorbedKeys, stage);
-    CopyAsyncCommit();
-  }
-
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    sum[i] += __shfl_xor_sync(kAllLanes, sum[i], 1);
-    sum[i] += __shfl_xor_sync(kAllLanes, sum[i], 2);
-    if (t == 0) s.sum[group][row + 8 * i] = sum[i];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int r = row + 8 * i;
+  for (int j = 0; j < kRows / 4; ++j) {
+    const int r = j / 2 * 8 + 2 * t + j % 2;
     if (r >= tile.count) continue;
-    const float total = s.sum[0][r] + s.sum[1][r];
-    const float scale = total > 0 ? 1.0f / total : 0.0f;
-    const int column = 256 * group + 2 * t;
-    if (args.splits == 1) {
-      bf16* to = args.latent_out + static_cast<int64_t>(tile.row + r) * kAbsorbedLatent + column;
+    const float scale = s.scale[r];
+    bf16* latent_out = args.latent_out + static_cast<int64_t>(tile.row + r) * kAbsorbedLatent + column;
+    float* partial = args.partial + (slot + static_cast<int64_t>(r) * args.splits) * kAbsorbedLatent + column;
 #pragma unroll
-      for (int j = 0; j < 32; ++j) {
-        *reinterpret_cast<uint32_t*>(to + 8 * j) = PackBf16(out[4 * j + 2 * i] * scale, out[4 * j + 2 * i + 1] * scale);
-      }
-    } else {
-      const int64_t slot = (static_cast<int64_t>(blockIdx.x) * kMlaTileRows + r) * args.splits + blockIdx.y;
-      float* to = args.partial + slot * kAbsorbedLatent + column;
+    for (int m = 0; m < 4; ++m) {
 #pragma unroll
-      for (int j = 0; j < 32; ++j) {
-        *reinterpret_cast<float2*>(to + 8 * j) = {out[4 * j + 2 * i] * scale, out[4 * j + 2 * i + 1] * scale};
+      for (int i = 0; i < 2; ++i) {
+        const float x = out[m][j / 2 * 4 + j % 2 + 2 * i] * scale;
+        if (args.splits == 1) {
+          latent_out[64 * m + 8 * i] = FromFloat<bf16>(x);
+        } else {
+          partial[64 * m + 8 * i] = x;
+        }
       }
-      if (group == 0 && t == 0) args.partial_lse[slot] = total > 0 ? top[i] + log2f(total) : -INFINITY;
     }
   }
 }

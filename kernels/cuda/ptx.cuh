@@ -71,8 +71,8 @@ __device__ __forceinline__ void CopyBulk(void* shared, const void* global, uint3
                "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
                : "memory");
 }
-// One box of the tensor that `map` (a kernel parameter) describes, from the given element on, innermost first. One thread
-// issues it for the block; the whole box counts, elements outside the tensor too.
+// One box of the tensor that `map` (a kernel parameter) describes, from the given element on, innermost first. One
+// thread issues it for the block; the whole box counts, elements outside the tensor too.
 __device__ __forceinline__ void CopyTensor3(void* shared, const void* map, int x, int y, int z, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
@@ -93,6 +93,26 @@ __device__ __forceinline__ void CopyBulkOut(void* global, const void* shared, ui
 // Waits until the thread's bulk copies out have read their shared memory.
 __device__ __forceinline__ void CopyBulkOutWaitRead() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
+// --- warpgroups with roles of their own ---
+
+// Barriers 1 to 15 (0 is __syncthreads), for `threads` threads, whole warps: those that wait and those that only
+// arrive.
+__device__ __forceinline__ void NamedBarrierSync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void NamedBarrierArrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// Registers a thread of the warpgroup, a multiple of 8; the kernel has a register cap at entry.
+template <int kRegisters>
+__device__ __forceinline__ void GiveRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void TakeRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 // --- matrix fragments ---
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned).
@@ -106,6 +126,13 @@ __device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&fragment)[4], c
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(SharedAddress(row))
+               : "memory");
+}
+
+// The other way: matrix m of `fragment`, transposed, to the rows at which lanes 8 m .. 8 m + 7 point.
+__device__ __forceinline__ void StoreMatrix4Transposed(void* row, const uint32_t (&fragment)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(row)),
+               "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
                : "memory");
 }
 
@@ -186,6 +213,13 @@ __device__ __forceinline__ float2 UnpackF16(uint32_t pair) {
 __device__ __forceinline__ float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The same, kept where it stands among asynchronous products and the waits for them.
+__device__ __forceinline__ float Exp2Here(float x) {
+  float y;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -21,11 +21,12 @@ PFN_cuTensorMapEncodeTiled_v12000 Encode() {
 
 }  // namespace
 
-CUtensorMap MatrixBoxes(const void* data, int64_t planes, int64_t rows, int64_t cols, int box_rows) {
+CUtensorMap MatrixBoxes(const void* data, int64_t planes, int64_t plane_stride, int64_t rows, int64_t cols, int64_t ld,
+                        int box_rows) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = Encode();
   const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows),
                                static_cast<cuuint64_t>(planes)};
-  const cuuint64_t strides[2] = {sizes[0] * 2, sizes[0] * sizes[1] * 2};  // bytes, of dimensions 1 and 2
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(ld) * 2, static_cast<cuuint64_t>(plane_stride) * 2};  // bytes
   const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
   CUtensorMap map;
