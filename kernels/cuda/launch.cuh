@@ -21,6 +21,9 @@ struct LaunchShape {
   dim3 block;
   size_t shared = 0;     // dynamic shared memory, bytes
   unsigned cluster = 1;  // blocks along x that form a cluster
+  // May start once every block of the launch before has called GridDependencyRelease or ended. The kernel calls
+  // GridDependencyWait before it touches anything that the launch before writes, or reads what it itself writes.
+  bool early = false;
 };
 
 // Launches `kernel` and checks the launch. Asynchronous errors surface at the next synchronization.
@@ -36,12 +39,17 @@ void Launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t st
   config.blockDim = shape.block;
   config.dynamicSmemBytes = shape.shared;
   config.stream = stream;
-  cudaLaunchAttribute attribute[1];
+  cudaLaunchAttribute attribute[2];
+  config.attrs = attribute;
   if (shape.cluster > 1) {
-    attribute[0].id = cudaLaunchAttributeClusterDimension;
-    attribute[0].val.clusterDim = {shape.cluster, 1, 1};
-    config.attrs = attribute;
-    config.numAttrs = 1;
+    cudaLaunchAttribute& cluster = attribute[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {shape.cluster, 1, 1};
+  }
+  if (shape.early) {
+    cudaLaunchAttribute& early = attribute[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
   }
   Check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), name);
 }

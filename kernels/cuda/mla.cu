@@ -18,7 +18,8 @@ constexpr int64_t kVectorTokens = 4;                    // up to so many tokens 
 constexpr int64_t kExpandQueries = 160;                 // from so many on a sequence's keys and values are expanded
 constexpr int64_t kExpandedBytes = int64_t{512} << 20;  // of the keys that are expanded together
 constexpr int64_t kCarryBytes = int64_t{128} << 20;     // of the queries whose softmax is carried over blocks of keys
-constexpr int64_t kGroupBytes = int64_t{32} << 20;      // of expanded keys whose tiles run together
+
+constexpr int64_t kGroupBytes = int64_t{32} << 20;  // of expanded keys whose tiles run together
 
 // Tokens worked on together: their latent queries and outputs lie in the scratch.
 int64_t BlockTokens(int64_t tokens, int64_t heads, int64_t latent, size_t element) {
@@ -150,27 +151,30 @@ AbsorbedArgs MakeAbsorbed(const Device& device, const MlaAttentionParams& p, con
 }
 
 template <int kRows>
-void LaunchAbsorbed(const AbsorbedArgs& args, const SequenceBatch& batch, cudaStream_t queue) {
+void LaunchAbsorbed(const AbsorbedArgs& args, const SequenceBatch& batch, bool early, cudaStream_t queue) {
   CUtensorMap boxes = {};
   if (args.boxes) {
-    boxes = MatrixBoxes(args.pages.data, kMaxPages, args.pages.page_stride / 2, args.pages.page_size, kAbsorbedLine,
-                        kAbsorbedLine, kAbsorbedKeys);
+    boxes = LineBoxes(args.pages.data, kMaxPages, args.pages.page_stride, args.pages.page_size, kAbsorbedLine);
   }
   const unsigned tiles = static_cast<unsigned>(args.rows.tiles), splits = static_cast<unsigned>(args.splits);
   Launch(&MlaAbsorbedKernel<kRows>,
-         {.grid = dim3(tiles, splits), .block = dim3(kAbsorbedThreads), .shared = sizeof(AbsorbedShared<kRows>)}, queue,
-         "MlaAbsorbed", boxes, args, batch);
+         {.grid = dim3(tiles, splits),
+          .block = dim3(kAbsorbedThreads),
+          .shared = sizeof(AbsorbedShared<kRows>),
+          .early = early},
+         queue, "MlaAbsorbed", boxes, args, batch);
 }
 
-// `rows`: of the largest tile.
-void LaunchAbsorbed(const AbsorbedArgs& args, const SequenceBatch& batch, int64_t rows, cudaStream_t queue) {
-  rows <= 32 ? LaunchAbsorbed<32>(args, batch, queue) : LaunchAbsorbed<64>(args, batch, queue);
+// `rows`: of the largest tile. `early`: see LaunchShape; the launch before is not the one that wrote lines.
+void LaunchAbsorbed(const AbsorbedArgs& args, const SequenceBatch& batch, int64_t rows, bool early,
+                    cudaStream_t queue) {
+  rows <= 32 ? LaunchAbsorbed<32>(args, batch, early, queue) : LaunchAbsorbed<64>(args, batch, early, queue);
 }
 
 void AttendAbsorbed(const Device& device, const MlaAttentionParams& p, const MlaRows& rows, const MlaScratch& scratch,
                     cudaStream_t queue) {
   const AbsorbedArgs args = MakeAbsorbed(device, p, rows, scratch);
-  LaunchAbsorbed(args, *p.batch, TileRows(*p.batch, rows), queue);
+  LaunchAbsorbed(args, *p.batch, TileRows(*p.batch, rows), false, queue);
   if (args.splits == 1) return;
   Launch(&MlaCombineKernel,
          {.grid = dim3(kMlaTileRows, static_cast<unsigned>(rows.tiles)),
@@ -193,11 +197,13 @@ void AttendVectors(const Device& device, const MlaAttentionParams& p, const Cuda
           .shared = 8 * kLatentColumns * sizeof(float)},
          queue, "MlaLatentQuery", args.q, p.nope_dim + p.rope_dim, kv_b, head_rows, rows.token_begin,
          static_cast<bf16*>(scratch.latent_q));
-  LaunchAbsorbed(args, *p.batch, TileRows(*p.batch, rows), queue);
+  LaunchAbsorbed(args, *p.batch, TileRows(*p.batch, rows), true, queue);
   Launch(&MlaFinishRowKernel,
-         {.grid = dim3(heads, tokens),
-          .block = dim3(kFinishRowThreads),
-          .shared = (kFinishRowParts * kAbsorbedLatent + args.splits) * sizeof(float)},
+         {.grid = dim3(heads * kFinishBlocks, tokens),
+          .block = dim3(kFinishThreads),
+          .shared = sizeof(FinishShared),
+          .cluster = kFinishBlocks,
+          .early = true},
          queue, "MlaFinishRow", args, *p.batch, kv_b, head_rows, AsMatrix<const bf16>(p.gate), AsMatrix<bf16>(p.out));
 }
 

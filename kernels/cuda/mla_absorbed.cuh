@@ -20,7 +20,7 @@ constexpr int kAbsorbedRope = 64;
 constexpr int kAbsorbedLine = kAbsorbedLatent + kAbsorbedRope;
 constexpr int kAbsorbedColumns = kAbsorbedLine / 64;  // 64-element columns of swizzled atoms
 constexpr int kAbsorbedStages = 2;
-constexpr int kAbsorbedColumnBytes = kAbsorbedKeys * 128;
+constexpr int kAbsorbedGroupBytes = 8 * 128 * kAbsorbedColumns;  // of 8 lines, which lie together: column by column
 // Warpgroups: 0 and 1 sum values, 2 makes scores, 3 copies.
 constexpr int kAbsorbedThreads = 512;
 // Named barriers: of the scoring warpgroup; queries are there; sums of the softmax are there.
@@ -30,7 +30,7 @@ template <int kRows>
 struct AbsorbedShared {
   static constexpr int kTurns = kRows == 32 ? 2 : 1;  // buffers of probabilities
   alignas(1024) unsigned char q[kAbsorbedColumns][kRows * 128];
-  alignas(1024) unsigned char lines[kAbsorbedStages][kAbsorbedColumns][kAbsorbedColumnBytes];
+  alignas(1024) unsigned char lines[kAbsorbedStages][kAbsorbedKeys / 8][kAbsorbedColumns][8 * 128];
   alignas(1024) unsigned char probabilities[kTurns][kRows * 128];  // [row][key]
   float shrink[kTurns][kRows];
   float partial[2][4][kRows];  // by step and warp
@@ -72,18 +72,25 @@ __device__ __forceinline__ void CopyAbsorbedLines(AbsorbedShared<kRows>& s, cons
   if (args.boxes) {
     if (thread != 0) return;
     const int32_t* table = batch.page_table + sequence * batch.page_table_stride;
-    int page = table[begin / args.pages.page_size];
+    const int page_size = args.pages.page_size;
+    int page = table[begin / page_size], line = begin % page_size;
     for (int step = 0; step < steps; ++step) {
-      const int stage = step % kAbsorbedStages, key = begin + step * kAbsorbedKeys;
-      const int next = key + kAbsorbedKeys < end ? table[(key + kAbsorbedKeys) / args.pages.page_size] : 0;
+      const int stage = step % kAbsorbedStages;
+      int next = page, next_line = line + kAbsorbedKeys;
+      if (next_line >= page_size) {
+        next_line = 0;
+        const int key = begin + (step + 1) * kAbsorbedKeys;
+        if (key < end) next = table[key / page_size];
+      }
       BarrierWait(&s.empty[stage], (step / kAbsorbedStages & 1) ^ 1);
       BarrierArriveExpect(&s.full[stage], sizeof(s.lines[0]));
 #pragma unroll
-      for (int c = 0; c < kAbsorbedColumns; ++c) {
+      for (int i = 0; i < kAbsorbedKeys / 8; ++i) {
         // Page -1 lies outside the tensor: zeros.
-        CopyTensor3(s.lines[stage][c], &boxes, 64 * c, key % args.pages.page_size, page, &s.full[stage]);
+        CopyTensor4(s.lines[stage][i], &boxes, 0, line + 8 * i, 0, page, &s.full[stage]);
       }
       page = next;
+      line = next_line;
     }
     return;
   }
@@ -96,7 +103,7 @@ __device__ __forceinline__ void CopyAbsorbedLines(AbsorbedShared<kRows>& s, cons
       const bf16* line = key < end ? MlaLine<const bf16>(args.pages, batch, sequence, key, kAbsorbedLine) : nullptr;
 #pragma unroll
       for (int c = 0; c < kAbsorbedColumns; ++c) {
-        CopyAsync16(s.lines[stage][c] + Swizzle128(row, piece),
+        CopyAsync16(s.lines[stage][row / 8][c] + Swizzle128(row % 8, piece),
                     line != nullptr ? line + 64 * c + 8 * piece : args.latent_q, line != nullptr);
       }
     }
@@ -147,9 +154,10 @@ __device__ __forceinline__ void ScoreAbsorbed(AbsorbedShared<kRows>& s, const Ab
     const int stage = step % kAbsorbedStages, turn = step % kTurns, key = begin + step * kAbsorbedKeys;
     BarrierWait(&s.full[stage], step / kAbsorbedStages & 1);
     if (args.boxes && key + kAbsorbedKeys > end) {
-      for (int i = thread + (end - key) * 8; i < kAbsorbedKeys * 8; i += 128) {
-#pragma unroll
-        for (int c = 0; c < kAbsorbedColumns; ++c) *reinterpret_cast<uint4*>(s.lines[stage][c] + 16 * i) = uint4{};
+      for (int row = end - key + warp; row < kAbsorbedKeys; row += 4) {
+        for (int i = lane; i < 8 * kAbsorbedColumns; i += 32) {
+          *reinterpret_cast<uint4*>(s.lines[stage][row / 8][i / 8] + Swizzle128(row % 8, i % 8)) = uint4{};
+        }
       }
       FenceSharedForMatrix();
       NamedBarrierSync(kScoreBarrier, 128);
@@ -160,8 +168,8 @@ __device__ __forceinline__ void ScoreAbsorbed(AbsorbedShared<kRows>& s, const Ab
     for (int c = 0; c < kAbsorbedColumns; ++c) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        GroupMma<kRows>(score, SharedOperand(s.lines[stage][c] + 32 * k), SharedOperand(s.q[c] + 32 * k),
-                        c > 0 || k > 0);
+        GroupMma<kRows>(score, SharedOperand(s.lines[stage][0][c] + 32 * k, kAbsorbedGroupBytes),
+                        SharedOperand(s.q[c] + 32 * k), c > 0 || k > 0);
       }
     }
     GroupMmaCommit();
@@ -283,7 +291,7 @@ __device__ __forceinline__ void SumAbsorbed(AbsorbedShared<kRows>& s, int steps,
     for (int k = 0; k < kAbsorbedKeys / 16; ++k) {
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        GroupMma<kRows, false, true>(out[m], SharedOperand(s.lines[stage][4 * group + m] + 2048 * k),
+        GroupMma<kRows, false, true>(out[m], SharedOperand(s.lines[stage][2 * k][4 * group + m], kAbsorbedGroupBytes),
                                      SharedOperand(s.probabilities[turn] + 32 * k));
       }
     }
@@ -296,8 +304,7 @@ __device__ __forceinline__ void SumAbsorbed(AbsorbedShared<kRows>& s, int steps,
   }
 }
 
-// Grid (tiles, splits); tiles of at most kRows rows. `boxes`: the pages [pages][page_size, 576] in boxes of 64 lines,
-// used if args.boxes.
+// Grid (tiles, splits); tiles of at most kRows rows. `boxes`: the pages as LineBoxes, used if args.boxes.
 template <int kRows>
 __global__ void __launch_bounds__(kAbsorbedThreads, 1)
     MlaAbsorbedKernel(const __grid_constant__ CUtensorMap boxes, AbsorbedArgs args, SequenceBatch batch) {
@@ -331,6 +338,8 @@ __global__ void __launch_bounds__(kAbsorbedThreads, 1)
     CopyAbsorbedLines(s, boxes, args, batch, tile.sequence, key_begin, key_end);
     return;
   }
+  GridDependencyWait();  // lines and tables are older than the launch before
+  GridDependencyRelease();
   // Queries: latent parts, then rope parts, zeros for rows that do not exist.
   const int piece = threadIdx.x % 8;
   for (int r = threadIdx.x / 8; r < kRows; r += 48) {
@@ -458,6 +467,7 @@ __global__ void __launch_bounds__(kLatentThreads)
                          bf16* latent_q) {
   constexpr int kNope = 128, kGroups = 8;
   float* sums = DynamicShared<float>();  // [kGroups][kLatentColumns]
+  GridDependencyRelease();
   const int head = blockIdx.x, octet = threadIdx.x % 16, group = threadIdx.x / 16;
   const int column = blockIdx.z * kLatentColumns + 8 * octet;
   const bf16* weights =
@@ -487,102 +497,127 @@ __global__ void __launch_bounds__(kLatentThreads)
   latent_q[row * kAbsorbedLatent + blockIdx.z * kLatentColumns + threadIdx.x] = FromFloat<bf16>(total);
 }
 
-constexpr int kFinishRowThreads = 512;
-constexpr int kFinishRowParts = kFinishRowThreads / 128;  // each takes every kFinishRowParts-th split
+constexpr int kFinishThreads = 512;
+constexpr int kFinishWarps = kFinishThreads / 32;
+constexpr int kFinishBlocks = 4;  // of a cluster; each takes 128 columns of the latent
+constexpr int kFinishLoads = 9;   // splits of a warp that are on their way together
+constexpr int kFinishValue = 128;
 
-// out = (combined splits) Wuv^T times the gate, if there is one. Grid (heads, tokens); args.rows.tiles_per_sequence >
-// 0.
-__global__ void __launch_bounds__(kFinishRowThreads)
+struct FinishShared {
+  float latent[kFinishWarps][128];  // by warp, then their sums in the first
+  float sum[kFinishBlocks][kFinishValue];
+};
+
+// out = (combined splits) Wuv^T times the gate, if there is one: a cluster a (head, token). Grid (heads *
+// kFinishBlocks, tokens); args.rows.tiles_per_sequence > 0.
+__global__ void __launch_bounds__(kFinishThreads)
     MlaFinishRowKernel(AbsorbedArgs args, SequenceBatch batch, const bf16* kv_b, int head_rows, Matrix<const bf16> gate,
                        Matrix<bf16> out) {
-  constexpr int kValue = 128, kWarps = kFinishRowThreads / 32, kRows = kValue / kWarps;
-  float* latent = DynamicShared<float>();                      // [parts][512]
-  float* weight = latent + kFinishRowParts * kAbsorbedLatent;  // [splits]
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int head = blockIdx.x, token = args.rows.token_begin + blockIdx.y;
-  // The weights of the warp's rows are on their way while the splits are combined.
-  uint4 w[kRows][2];
+  constexpr int kRows = kFinishValue / (kFinishThreads / 16);  // of 16 lanes
+  FinishShared& s = *DynamicShared<FinishShared>();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, octet = threadIdx.x % 16;
+  const int head = blockIdx.x / kFinishBlocks, part = blockIdx.x % kFinishBlocks;
+  const int token = args.rows.token_begin + blockIdx.y;
+  ClusterArrive();
+  // The weights of the lanes' rows are on their way while the splits are combined.
+  uint4 w[kRows];
+  const int first_row = threadIdx.x / 16 * kRows;
   const bf16* weights =
-      kv_b + (static_cast<int64_t>(head) * head_rows + args.nope_dim + warp * kRows) * kAbsorbedLatent + 8 * lane;
+      kv_b + (static_cast<int64_t>(head) * head_rows + args.nope_dim + first_row) * kAbsorbedLatent + 128 * part;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      w[r][half] = LoadStreaming16(weights + r * kAbsorbedLatent + 256 * half);
-    }
-  }
-  const int sequence = batch.sequence_of_token[token];
-  MlaTile tile{};
-  const int rows = MlaSequenceRows(args.rows, batch, sequence, tile.row);
-  const int row = (token - args.rows.token_begin) * args.rows.heads + head - tile.row;  // within the sequence
-  const int index = row / kMlaTileRows;
-  tile.row += index * kMlaTileRows;
-  tile.count = min(kMlaTileRows, rows - index * kMlaTileRows);
+  for (int r = 0; r < kRows; ++r) w[r] = LoadStreaming16(weights + r * kAbsorbedLatent + 8 * octet);
   if (args.splits == 1) {
-    const bf16* from = args.latent_out + (static_cast<int64_t>(blockIdx.y) * args.rows.heads + head) * kAbsorbedLatent;
-    for (int c = threadIdx.x; c < kAbsorbedLatent; c += kFinishRowThreads) {
-      latent[c] = ToFloat(from[c]);
-#pragma unroll
-      for (int part = 1; part < kFinishRowParts; ++part) latent[part * kAbsorbedLatent + c] = 0;
+    GridDependencyWait();
+    if (threadIdx.x < 128) {
+      const int64_t row = static_cast<int64_t>(blockIdx.y) * args.rows.heads + head;
+      s.latent[0][threadIdx.x] = ToFloat(args.latent_out[row * kAbsorbedLatent + 128 * part + threadIdx.x]);
     }
   } else {
+    const int sequence = batch.sequence_of_token[token];
+    MlaTile tile{};
+    const int rows = MlaSequenceRows(args.rows, batch, sequence, tile.row);
+    const int row = (token - args.rows.token_begin) * args.rows.heads + head - tile.row;  // within the sequence
+    const int index = row / kMlaTileRows;
+    tile.row += index * kMlaTileRows;
+    tile.count = min(kMlaTileRows, rows - index * kMlaTileRows);
     const int splits = AbsorbedSplits(args, batch, tile);
     const int64_t slot =
         (static_cast<int64_t>(sequence * args.rows.tiles_per_sequence + index) * kMlaTileRows + row % kMlaTileRows) *
         args.splits;
+    const float* lse = args.partial_lse + slot;
+    const float* from = args.partial + slot * kAbsorbedLatent + 128 * part + 4 * lane;
+    float4 x[kFinishLoads];
+    float share[kFinishLoads];
+    const auto load = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < kFinishLoads; ++i) {
+        const int split = first + kFinishWarps * i;
+        x[i] = split < splits ? *reinterpret_cast<const float4*>(from + static_cast<int64_t>(split) * kAbsorbedLatent)
+                              : float4{};
+        share[i] = split < splits ? lse[split] : -INFINITY;
+      }
+    };
+    GridDependencyWait();
+    load(warp);
     float top = -INFINITY;
-    for (int i = lane; i < splits; i += 32) top = fmaxf(top, args.partial_lse[slot + i]);
+    for (int i = lane; i < splits; i += 32) top = fmaxf(top, lse[i]);
     top = WarpMax(top);
     float sum = 0;
-    for (int i = lane; i < splits; i += 32) {
-      const float x = Exp2(args.partial_lse[slot + i] - top);
-      if (warp == 0) weight[i] = x;
-      sum += x;
-    }
+    for (int i = lane; i < splits; i += 32) sum += Exp2(lse[i] - top);
     sum = WarpSum(sum);
-    __syncthreads();
-    const int part = threadIdx.x / 128, column = threadIdx.x % 128 * 4;
     float4 total = {};
-    const float* from = args.partial + slot * kAbsorbedLatent + column;
-#pragma unroll 8
-    for (int i = part; i < splits; i += kFinishRowParts) {
-      const float4 x = *reinterpret_cast<const float4*>(from + static_cast<int64_t>(i) * kAbsorbedLatent);
-      total.x = fmaf(weight[i], x.x, total.x);
-      total.y = fmaf(weight[i], x.y, total.y);
-      total.z = fmaf(weight[i], x.z, total.z);
-      total.w = fmaf(weight[i], x.w, total.w);
+    for (int first = warp;;) {
+#pragma unroll
+      for (int i = 0; i < kFinishLoads; ++i) {
+        const float weight = Exp2(share[i] - top);
+        total.x = fmaf(weight, x[i].x, total.x);
+        total.y = fmaf(weight, x[i].y, total.y);
+        total.z = fmaf(weight, x[i].z, total.z);
+        total.w = fmaf(weight, x[i].w, total.w);
+      }
+      first += kFinishWarps * kFinishLoads;
+      if (first >= splits) break;
+      load(first);
     }
     const float scale = 1.0f / sum;
-    *reinterpret_cast<float4*>(latent + part * kAbsorbedLatent + column) = {total.x * scale, total.y * scale,
-                                                                            total.z * scale, total.w * scale};
+    *reinterpret_cast<float4*>(&s.latent[warp][4 * lane]) = {total.x * scale, total.y * scale, total.z * scale,
+                                                             total.w * scale};
+    __syncthreads();
+    if (threadIdx.x < 128) {
+      float column = 0;
+#pragma unroll
+      for (int i = 0; i < kFinishWarps; ++i) column += s.latent[i][threadIdx.x];
+      s.latent[0][threadIdx.x] = column;
+    }
   }
   __syncthreads();
-  float sums[kRows] = {};
+  float latent[8], sums[kRows] = {};
+  LoadFloats(&s.latent[0][8 * octet], latent);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float x[8];
+  for (int r = 0; r < kRows; ++r) {
+    const uint32_t pairs[4] = {w[r].x, w[r].y, w[r].z, w[r].w};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int c = 256 * half + 8 * lane + i;
-      x[i] = latent[c];
-#pragma unroll
-      for (int part = 1; part < kFinishRowParts; ++part) x[i] += latent[part * kAbsorbedLatent + c];
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const uint32_t pairs[4] = {w[r][half].x, w[r][half].y, w[r][half].z, w[r][half].w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sums[r] = fmaf(x[2 * i], LowBf16(pairs[i]), sums[r]);
-        sums[r] = fmaf(x[2 * i + 1], HighBf16(pairs[i]), sums[r]);
-      }
+    for (int i = 0; i < 4; ++i) {
+      sums[r] = fmaf(latent[2 * i], LowBf16(pairs[i]), sums[r]);
+      sums[r] = fmaf(latent[2 * i + 1], HighBf16(pairs[i]), sums[r]);
     }
   }
-  WarpSumEach<kRows>(sums, lane);
-  if (lane < kRows) {
-    const int64_t column = static_cast<int64_t>(head) * kValue + warp * kRows + lane;
+  WarpSumEachStep<kRows, kRows / 2>(sums, lane);  // lane l holds row l % kRows
+#pragma unroll
+  for (int distance = kRows; distance < 16; distance *= 2) {
+    sums[0] += __shfl_xor_sync(kAllLanes, sums[0], distance);
+  }
+  ClusterWait();
+  if (octet < kRows) InBlock(&s, 0)->sum[part][first_row + octet] = sums[0];
+  ClusterArrive();
+  ClusterWait();
+  if (part == 0 && threadIdx.x < kFinishValue) {
+    float total = 0;
+#pragma unroll
+    for (int i = 0; i < kFinishBlocks; ++i) total += s.sum[i][threadIdx.x];
+    const int64_t column = static_cast<int64_t>(head) * kFinishValue + threadIdx.x;
     const float scale = gate.data != nullptr ? Sigmoid(ToFloat(gate.Row(token)[column])) : 1.0f;
-    out.Row(token)[column] = FromFloat<bf16>(sums[0] * scale);
+    out.Row(token)[column] = FromFloat<bf16>(total * scale);
   }
 }
 

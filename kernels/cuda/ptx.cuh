@@ -80,6 +80,14 @@ __device__ __forceinline__ void CopyTensor3(void* shared, const void* map, int x
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(SharedAddress(barrier))
       : "memory");
 }
+__device__ __forceinline__ void CopyTensor4(void* shared, const void* map, int x, int y, int z, int w,
+                                            uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(SharedAddress(shared)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(SharedAddress(barrier))
+      : "memory");
+}
 
 // Orders this thread's earlier writes to shared memory before later bulk copies out of it; a barrier must follow.
 __device__ __forceinline__ void FenceSharedForCopy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -92,6 +100,15 @@ __device__ __forceinline__ void CopyBulkOut(void* global, const void* shared, ui
 }
 // Waits until the thread's bulk copies out have read their shared memory.
 __device__ __forceinline__ void CopyBulkOutWaitRead() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// --- launches that overlap (LaunchShape::early) ---
+
+// The next launch may start.
+__device__ __forceinline__ void GridDependencyRelease() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// All of the launch before has ended and is visible; at once in a launch that is not early.
+__device__ __forceinline__ void GridDependencyWait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // --- warpgroups with roles of their own ---
 

@@ -19,23 +19,41 @@ PFN_cuTensorMapEncodeTiled_v12000 Encode() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
 }
 
+// Sizes in elements and strides in bytes, innermost first; strides are those of dimension 1 and up.
+template <int kRank>
+CUtensorMap Boxes(const void* data, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
+                  const cuuint32_t (&box)[kRank]) {
+  static const PFN_cuTensorMapEncodeTiled_v12000 encode = Encode();
+  cuuint32_t steps[kRank];
+  std::string shape = "[";
+  for (int i = kRank - 1; i >= 0; --i) {
+    steps[i] = 1;
+    shape += std::to_string(sizes[i]);
+    shape += i > 0 ? ", " : "]";
+  }
+  CUtensorMap map;
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(data), sizes, strides,
+                                 box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  K3_REQUIRE(result == CUDA_SUCCESS, "no tensor map for " + shape + ": driver error " + std::to_string(result));
+  return map;
+}
+
 }  // namespace
 
 CUtensorMap MatrixBoxes(const void* data, int64_t planes, int64_t plane_stride, int64_t rows, int64_t cols, int64_t ld,
                         int box_rows) {
-  static const PFN_cuTensorMapEncodeTiled_v12000 encode = Encode();
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(planes)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(ld) * 2, static_cast<cuuint64_t>(plane_stride) * 2};  // bytes
-  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1};
-  const cuuint32_t steps[3] = {1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides,
-                                 box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  K3_REQUIRE(result == CUDA_SUCCESS, "no tensor map for [" + std::to_string(planes) + "][" + std::to_string(rows) +
-                                         ", " + std::to_string(cols) + "]: driver error " + std::to_string(result));
-  return map;
+  return Boxes<3>(data, {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(planes)},
+                  {static_cast<cuuint64_t>(ld) * 2, static_cast<cuuint64_t>(plane_stride) * 2},
+                  {64, static_cast<cuuint32_t>(box_rows), 1});
+}
+
+CUtensorMap LineBoxes(const void* data, int64_t pages, int64_t page_stride, int64_t page_size, int64_t cols) {
+  return Boxes<4>(
+      data,
+      {64, static_cast<cuuint64_t>(page_size), static_cast<cuuint64_t>(cols / 64), static_cast<cuuint64_t>(pages)},
+      {static_cast<cuuint64_t>(cols) * 2, 128, static_cast<cuuint64_t>(page_stride)},
+      {64, 8, static_cast<cuuint32_t>(cols / 64), 1});
 }
 
 }  // namespace k3::cuda

@@ -17,4 +17,8 @@ inline CUtensorMap MatrixBoxes(const void* data, int64_t planes, int64_t rows, i
   return MatrixBoxes(data, planes, rows * cols, rows, cols, cols, box_rows);
 }
 
+// bf16 lines of `cols` elements, [pages][page_size], brought eight at a time: boxes [cols / 64][8, 64] with 128-byte
+// swizzle from element (0, line, 0, page) on, lines or pages outside as zeros. Pages are page_stride bytes apart.
+CUtensorMap LineBoxes(const void* data, int64_t pages, int64_t page_stride, int64_t page_size, int64_t cols);
+
 }  // namespace k3::cuda
