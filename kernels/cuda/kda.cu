@@ -153,7 +153,7 @@ void Chunked(const Device& device, const KdaParams& p, cudaStream_t queue) {
   longest = std::min<int64_t>(longest + batch.num_snapshots, scratch.round_chunks);
   const RecurVariant variant = ChooseRecur(device, runs, most_runs, longest, p.heads, scratch.max_segments);
   const bool split = variant.segment_chunks != kUnsplit;
-  const bool pairs_aligned = RowsAligned(p, 2);
+  const bool pairs_aligned = RowsAligned(p, 2), packs_aligned = RowsAligned(p, 8);
 
   Launch(&KdaPlanKernel, {.grid = dim3(1), .block = dim3(kPlanThreads), .shared = 33 * sizeof(int)}, queue, "KdaPlan",
          batch, kStepLimit, variant.segment_chunks, rounds, scratch);
@@ -163,9 +163,9 @@ void Chunked(const Device& device, const KdaParams& p, cudaStream_t queue) {
         std::min<int64_t>(scratch.round_chunks, chunks - int64_t{round} * scratch.round_chunks);
     void (*prepare)(KdaParams, SequenceBatch, KdaScratch, int);
     if (p.gate_kind == KdaGate::kBounded) {
-      prepare = pairs_aligned ? &KdaPrepareKernel<true, true> : &KdaPrepareKernel<true, false>;
+      prepare = packs_aligned ? &KdaPrepareKernel<true, true> : &KdaPrepareKernel<true, false>;
     } else {
-      prepare = pairs_aligned ? &KdaPrepareKernel<false, true> : &KdaPrepareKernel<false, false>;
+      prepare = packs_aligned ? &KdaPrepareKernel<false, true> : &KdaPrepareKernel<false, false>;
     }
     Launch(prepare,
            {.grid = dim3(heads, static_cast<unsigned>(round_chunks)),

@@ -17,11 +17,15 @@ __device__ __forceinline__ float KdaLogDecay(const KdaParams& p, float rate, flo
   return -rate * (z > 20.0f ? z : log1pf(expf(z)));
 }
 
-// The same to base 2 with the fast functions; a slow decay keeps its relative accuracy, for memory over a million
-// tokens.
+// The same to base 2 with the fast functions, of logit + bias; a slow decay keeps its relative accuracy, for memory
+// over a million tokens.
 template <bool kBounded>
-__device__ __forceinline__ float KdaLog2DecayFast(float lower_bound, float rate, float z) {
-  if constexpr (kBounded) return lower_bound * kLog2E * Sigmoid(rate * z);
+__device__ __forceinline__ float KdaLog2DecayFast(float lower_bound, float rate, float logit, float bias) {
+  if constexpr (kBounded) {
+    const float slope = -kLog2E * rate;
+    return lower_bound * kLog2E * Reciprocal(1.0f + Exp2(fmaf(logit, slope, bias * slope)));
+  }
+  const float z = logit + bias;
   const float e = Exp2(z * kLog2E);
   const float log2 = e < 0.02f ? e * (1.0f - e * (0.5f - e * 0.33333333f)) * kLog2E : __log2f(1.0f + e);
   return -rate * (z > 20.0f ? z * kLog2E : log2);

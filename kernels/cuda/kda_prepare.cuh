@@ -19,81 +19,105 @@ constexpr int kRowStride =
     kChunkDim + 8;  // elements: rows 16 bytes apart modulo 128, so that ldmatrix has no conflicts
 constexpr float kLeastLog2Decay = -160.0f;  // 2^-160 is zero in fp32; keeps running sums small enough to be exact
 
+constexpr int kHistory = kChunkTaps - 1;
+
 struct KdaPrepareShared {
-  bf16 rows[4][kChunkRows][kRowStride];  // see the phases below
-  float a[kChunkRows][kTileStride];
+  bf16 rows[4][kChunkRows][kRowStride];  // first raw q, k and v, then see the phases below
   union {
+    float a[kChunkRows][kTileStride];
+    bf16 decay[kChunkRows][kRowStride];  // as it comes
+  };
+  union {
+    bf16 history[3][kHistory][kRowStride];  // raw rows before the chunk
     float inverse[kChunkRows][kTileStride];
     struct {                                       // unbounded gate, score phase
       bf16 columns[kChunkRows / 2][kRowStride];    // column factors of first halves, anchored in the middle
       float pairs[2][kHalfTiles][kDiagonalPairs];  // by channel half, see DiagonalPairs
     };
   };
-  float total[kHalfTiles][kChunkDim];  // c of the last row of each half tile
-  float pair_factor[6][kChunkDim];     // of tiles (1,0) (2,0) (2,1) (3,0) (3,1) (3,2)
-  float square[2][kHalfTiles][16];     // by channel half: q of 8 rows | k of 8 rows
-  float scale[kPrepareWarps][16];      // of 8 rows of q and of k, a copy a warp: their norms, for q also 128^-0.5
+  float total[kHalfTiles][kChunkDim];      // c of the last row of each half tile
+  float pair_factor[6][kChunkDim];         // of tiles (1,0) (2,0) (2,1) (3,0) (3,1) (3,2)
+  float square[2][kHalfTiles][16];         // by channel half: q of 8 rows | k of 8 rows
+  float2 scale[kPrepareWarps][kHalfRows];  // of the rows of q (with 128^-0.5) and of k, a copy a warp
   float beta[kChunkRows];
 };
 
-template <bool kAligned>
-__device__ __forceinline__ uint32_t LoadPair(const bf16* from) {
-  if constexpr (kAligned) return *reinterpret_cast<const uint32_t*>(from);
-  const uint16_t* bits = reinterpret_cast<const uint16_t*>(from);
-  return bits[0] | static_cast<uint32_t>(bits[1]) << 16;
-}
-
-// `offset` in bytes; unsigned 32-bit offsets from a base that is the same for the whole block cost no 64-bit
-// arithmetic.
-template <bool kAligned>
-__device__ __forceinline__ uint32_t LoadPairAt(const char* base, uint32_t offset) {
-  return LoadPair<kAligned>(reinterpret_cast<const bf16*>(base + offset));
-}
-
-// Convolution and SiLU of two channels over 8 rows, rounded to bf16 pairs. `before` is three rows ahead of the chunk's
-// first, `offset` the place of the channels three rows ahead of the 8, which begin at row `row` of the sequence.
-// `count` of the 8 rows exist; what comes out for the others is finite and of no effect, as their beta is 0.
-template <bool kAligned>
-__device__ __forceinline__ void ConvHalfTile(const KdaInputs<bf16>& inputs, const float* taps, const char* before,
-                                             uint32_t offset, uint32_t row_bytes, int row, int count, int64_t channel,
-                                             uint32_t (&out)[kHalfRows]) {
-  constexpr int kHistory = kChunkTaps - 1;
-  uint32_t raw[kHalfRows + kHistory];
-  if (row >= kHistory) {
+// Starts copying 128 channels of `rows` rows of kCount matrices, `width` elements apart, to shared memory; rows beyond
+// them become zero. Called by the whole block.
+template <bool kAligned, int kCount>
+__device__ __forceinline__ void FetchRows(bf16 (*to)[kChunkRows][kRowStride], const bf16* from, int64_t ld, int rows,
+                                          int64_t width) {
+  if constexpr (kAligned) {
+    constexpr int kStep = kPrepareThreads / 16;
+    static_assert(2 * kStep == kChunkRows);
+    const int piece = threadIdx.x % 16 * 8, row = threadIdx.x / 16;
+    const bf16* first = from + min(row, rows - 1) * ld + piece;
+    const bf16* second = from + min(row + kStep, rows - 1) * ld + piece;
 #pragma unroll
-    for (int i = 0; i < kHistory; ++i) raw[i] = count > 0 ? LoadPairAt<kAligned>(before, offset + i * row_bytes) : 0;
+    for (int i = 0; i < kCount; ++i) {
+      CopyAsync16(&to[i][row][piece], first + i * width, row < rows);
+      CopyAsync16(&to[i][row + kStep][piece], second + i * width, row + kStep < rows);
+    }
   } else {
-    // The sequence's first rows: what was stored comes before.
-#pragma unroll
-    for (int i = 0; i < kHistory; ++i) {
-      const bf16* source = inputs.Row(row - kHistory + i);
-      raw[i] = source != nullptr && count > 0 ? LoadPair<kAligned>(source + channel) : 0;
+    for (int i = threadIdx.x; i < kCount * kChunkRows * kChunkDim; i += kPrepareThreads) {
+      const int part = i / (kChunkRows * kChunkDim), row = i / kChunkDim % kChunkRows, c = i % kChunkDim;
+      to[part][row][c] = row < rows ? from[row * ld + part * width + c] : FromFloat<bf16>(0.0f);
     }
   }
-#pragma unroll
-  for (int i = 0; i < kHalfRows; ++i) {
-    raw[kHistory + i] = i < count ? LoadPairAt<kAligned>(before, offset + (kHistory + i) * row_bytes) : 0;
+}
+
+// The same for the rows before row `row` of the sequence, of q, k and v; what does not exist is zero.
+template <bool kAligned>
+__device__ __forceinline__ void FetchHistory(bf16 (*to)[kHistory][kRowStride], const KdaInputs<bf16>& inputs, int row,
+                                             int64_t width, int64_t channel) {
+  constexpr int kPieces = kAligned ? kChunkDim / 8 : kChunkDim;
+  const auto fetch = [&](int i) {
+    const int c = i % kPieces * (kChunkDim / kPieces), part = i / kPieces / kHistory, h = i / kPieces % kHistory;
+    const bf16* source = inputs.Row(row - kHistory + h);
+    const bool exists = source != nullptr;
+    source = exists ? source + part * width + channel + c : inputs.step;
+    if constexpr (kAligned) {
+      CopyAsync16(&to[part][h][c], source, exists);
+    } else {
+      to[part][h][c] = exists ? *source : FromFloat<bf16>(0.0f);
+    }
+  };
+  if constexpr (kAligned) {
+    static_assert(3 * kHistory * kPieces <= kPrepareThreads || !kAligned);
+    if (threadIdx.x < 3 * kHistory * kPieces) fetch(threadIdx.x);
+  } else {
+    for (int i = threadIdx.x; i < 3 * kHistory * kPieces; i += kPrepareThreads) fetch(i);
   }
+}
+
+// Convolution and SiLU of two channels over 8 rows that begin at `rows`; `history` are the three rows before.
+// x sigmoid(x) = h + h tanh(h) with h = x / 2.
+__device__ __forceinline__ void ConvHalfTile(const bf16* history, const bf16* rows, const float* taps,
+                                             float (&x)[kHalfRows], float (&y)[kHalfRows]) {
+  uint32_t raw[kHalfRows + kHistory];
+#pragma unroll
+  for (int i = 0; i < kHistory; ++i) raw[i] = *reinterpret_cast<const uint32_t*>(history + i * kRowStride);
+#pragma unroll
+  for (int i = 0; i < kHalfRows; ++i) raw[kHistory + i] = *reinterpret_cast<const uint32_t*>(rows + i * kRowStride);
   float low[kChunkTaps], high[kChunkTaps];
-  LoadFloats<kChunkTaps>(taps + channel * kChunkTaps, low);
-  LoadFloats<kChunkTaps>(taps + (channel + 1) * kChunkTaps, high);
+  LoadFloats<kChunkTaps>(taps, low);
+  LoadFloats<kChunkTaps>(taps + kChunkTaps, high);
+#pragma unroll
+  for (int j = 0; j < kChunkTaps; ++j) low[j] *= 0.5f, high[j] *= 0.5f;
 #pragma unroll
   for (int i = 0; i < kHalfRows; ++i) {
-    float x = 0, y = 0;
+    float low_sum = low[0] * LowBf16(raw[i]), high_sum = high[0] * HighBf16(raw[i]);
 #pragma unroll
-    for (int j = 0; j < kChunkTaps; ++j) {
-      x = fmaf(low[j], LowBf16(raw[i + j]), x);
-      y = fmaf(high[j], HighBf16(raw[i + j]), y);
+    for (int j = 1; j < kChunkTaps; ++j) {
+      low_sum = fmaf(low[j], LowBf16(raw[i + j]), low_sum);
+      high_sum = fmaf(high[j], HighBf16(raw[i + j]), high_sum);
     }
-    out[i] = PackBf16(Silu(x), Silu(y));
+    x[i] = fmaf(low_sum, Tanh(low_sum), low_sum);
+    y[i] = fmaf(high_sum, Tanh(high_sum), high_sum);
   }
 }
 
-__device__ __forceinline__ float SquareOfPair(uint32_t pair) {
-  return fmaf(LowBf16(pair), LowBf16(pair), HighBf16(pair) * HighBf16(pair));
-}
-
-// Grid (heads, chunks of the round). kAligned: rows of qkv and decay start on 4 bytes.
+// Grid (heads, chunks of the round). kAligned: rows of qkv and decay start on 16 bytes.
 template <bool kBounded, bool kAligned>
 __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
     KdaPrepareKernel(KdaParams p, SequenceBatch batch, KdaScratch scratch, int round) {
@@ -108,66 +132,68 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
   const int channel = warp % 2 * 64 + 2 * lane;
   const int first_row = kHalfRows * part;
 
-  // Convolution, gates and the running log-decay of the half tile.
-  uint32_t q[kHalfRows], k[kHalfRows], v[kHalfRows];
-  float c0[kHalfRows], c1[kHalfRows];
+  const int64_t width = static_cast<int64_t>(p.heads) * kChunkDim;
+  const int64_t home = static_cast<int64_t>(head) * kChunkDim;
+  const int rows = chunk.end - chunk.begin;
   {
     const int sequence_begin = batch.token_begin[chunk.sequence];
     const KdaInputs<bf16> inputs = MakeKdaInputs<bf16>(p, sequence_begin, batch.state_slot[chunk.sequence]);
-    const int64_t width = static_cast<int64_t>(p.heads) * kChunkDim;
-    const int64_t home = static_cast<int64_t>(head) * kChunkDim + channel;
-    const int row = chunk.begin - sequence_begin + first_row;
-    const int count = min(kHalfRows, chunk.end - chunk.begin - first_row);
-    const float rate = __expf(p.a_log[head]);
-    // The chunk's rows at this head, for the whole block; then this thread's place in them.
-    const char* decays = reinterpret_cast<const char*>(
-        static_cast<const bf16*>(p.decay.data) + chunk.begin * p.decay.ld + static_cast<int64_t>(head) * kChunkDim);
-    const uint32_t decay_bytes = static_cast<uint32_t>(p.decay.ld) * 2;
-    const uint32_t decay_offset = first_row * decay_bytes + channel * 2;
-    uint32_t decay[kHalfRows];
-#pragma unroll
-    for (int i = 0; i < kHalfRows; ++i) {
-      decay[i] = i < count ? LoadPairAt<kAligned>(decays, decay_offset + i * decay_bytes) : 0;
-    }
-    const char* before = reinterpret_cast<const char*>(static_cast<const bf16*>(p.qkv.data) +
-                                                       (chunk.begin - (kChunkTaps - 1)) * p.qkv.ld +
-                                                       static_cast<int64_t>(head) * kChunkDim);
-    const uint32_t row_bytes = static_cast<uint32_t>(p.qkv.ld) * 2;
-    const uint32_t offset = first_row * row_bytes + channel * 2;
-    const auto convolve = [&](int part, uint32_t(&to)[kHalfRows]) {
-      ConvHalfTile<kAligned>(inputs, p.conv_taps, before + 2 * part * width, offset, row_bytes, row, count,
-                             part * width + home, to);
+    const bf16* qkv = static_cast<const bf16*>(p.qkv.data) + chunk.begin * p.qkv.ld + home;
+    FetchRows<kAligned, 3>(s.rows, qkv, p.qkv.ld, rows, width);
+    FetchRows<kAligned, 1>(&s.decay, static_cast<const bf16*>(p.decay.data) + chunk.begin * p.decay.ld + home,
+                           p.decay.ld, rows, 0);
+    FetchHistory<kAligned>(s.history, inputs, chunk.begin - sequence_begin, width, home);
+    CopyAsyncCommit();
+  }
+  if (threadIdx.x < kChunkRows) {
+    const int r = chunk.begin + threadIdx.x;
+    s.beta[threadIdx.x] =
+        r < chunk.end ? Sigmoid(ToFloat(static_cast<const bf16*>(p.beta.data)[r * p.beta.ld + head])) : 0.0f;
+  }
+  const float rate = __expf(p.a_log[head]);
+  const float2 bias = *reinterpret_cast<const float2*>(p.dt_bias + home + channel);
+  CopyAsyncWait<0>();
+  __syncthreads();
+
+  // Convolution, gates and the running log-decay of the half tile. Rows that do not exist have no decay and beta 0.
+  float q0[kHalfRows], q1[kHalfRows], k0[kHalfRows], k1[kHalfRows], c0[kHalfRows], c1[kHalfRows];
+  uint32_t v[kHalfRows];
+  {
+    const auto convolve = [&](int i, float(&x)[kHalfRows], float(&y)[kHalfRows]) {
+      const bf16* own = &s.rows[i][first_row][channel];
+      ConvHalfTile(part == 0 ? &s.history[i][0][channel] : own - kHistory * kRowStride, own,
+                   p.conv_taps + (i * width + home + channel) * kChunkTaps, x, y);
     };
-    convolve(0, q);
-    convolve(1, k);
-    convolve(2, v);
-    float square[16];
+    float square[16], x[kHalfRows], y[kHalfRows];
+    convolve(2, x, y);
 #pragma unroll
     for (int i = 0; i < kHalfRows; ++i) {
-      square[i] = SquareOfPair(q[i]);
-      square[kHalfRows + i] = SquareOfPair(k[i]);
+      v[i] = PackF16(x[i], y[i]);
+      if constexpr (kBounded) StorePair(&s.rows[3][first_row + i][channel], v[i]);
+    }
+    convolve(0, q0, q1);
+    convolve(1, k0, k1);
+#pragma unroll
+    for (int i = 0; i < kHalfRows; ++i) {
+      square[i] = fmaf(q0[i], q0[i], q1[i] * q1[i]);
+      square[kHalfRows + i] = fmaf(k0[i], k0[i], k1[i] * k1[i]);
     }
     WarpSumEach<16>(square, lane);
     if (lane < 16) s.square[warp % 2][part][lane] = square[0];
-    const float bias0 = p.dt_bias[home], bias1 = p.dt_bias[home + 1];
+    const int count = rows - first_row;
     float sum0 = 0, sum1 = 0;
 #pragma unroll
     for (int i = 0; i < kHalfRows; ++i) {
-      // Without branches, as are the rows that do not exist.
+      const uint32_t decay = *reinterpret_cast<const uint32_t*>(&s.decay[first_row + i][channel]);
+      const float g0 = KdaLog2DecayFast<kBounded>(p.gate_lower_bound, rate, LowBf16(decay), bias.x);
+      const float g1 = KdaLog2DecayFast<kBounded>(p.gate_lower_bound, rate, HighBf16(decay), bias.y);
       const float valid = i < count ? 1.0f : 0.0f;
-      const float g0 = KdaLog2DecayFast<kBounded>(p.gate_lower_bound, rate, LowBf16(decay[i]) + bias0);
-      const float g1 = KdaLog2DecayFast<kBounded>(p.gate_lower_bound, rate, HighBf16(decay[i]) + bias1);
       sum0 = fmaf(valid, kBounded ? g0 : fmaxf(g0, kLeastLog2Decay), sum0);
       sum1 = fmaf(valid, kBounded ? g1 : fmaxf(g1, kLeastLog2Decay), sum1);
       c0[i] = sum0;
       c1[i] = sum1;
     }
     *reinterpret_cast<float2*>(&s.total[part][channel]) = {sum0, sum1};
-    if (threadIdx.x < kChunkRows) {
-      const int r = chunk.begin + threadIdx.x;
-      s.beta[threadIdx.x] =
-          r < chunk.end ? Sigmoid(ToFloat(static_cast<const bf16*>(p.beta.data)[r * p.beta.ld + head])) : 0.0f;
-    }
   }
   __syncthreads();
 
@@ -180,44 +206,51 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
     if (h > part) after0 += total.x, after1 += total.y;
   }
   const bool second = part % 2 != 0;
-  const float2 other = *reinterpret_cast<const float2*>(&s.total[part ^ 1][channel]);
   const float total0 = c0[kHalfRows - 1], total1 = c1[kHalfRows - 1];
-  if (lane < 16) {
-    const float norm = rsqrtf(s.square[0][part][lane] + s.square[1][part][lane] + kL2NormEps);
-    s.scale[warp][lane] = lane < kHalfRows ? norm * 0.08838834764831845f : norm;  // 128^-0.5
+  if (lane < kHalfRows) {
+    const float square_q = s.square[0][part][lane] + s.square[1][part][lane];
+    const float square_k = s.square[0][part][kHalfRows + lane] + s.square[1][part][kHalfRows + lane];
+    s.scale[warp][lane] = {rsqrtf(square_q + kL2NormEps) * 0.08838834764831845f, rsqrtf(square_k + kL2NormEps)};
   }
   __syncwarp();
-  const float* scale_q = s.scale[warp];
-  const float* scale_k = s.scale[warp] + kHalfRows;
 
   // Score operands: rows[0] = k, rows[1] = q with the row factor, rows[2] = k with the column factor. Unbounded gate:
   // rows[3] = k, then q of the second halves and `columns` = k of the first halves, anchored in the middle.
+  // Kept for later, from the same factors: -k e^G, q e^G, k e^(G_C - G).
+  uint32_t minus_w[kHalfRows], decayed_q[kHalfRows], restored_k[kHalfRows];
+  const auto operands = [&](int i, float q0, float q1, float k0, float k1, float r0, float r1, float f0, float f1,
+                            float2 row, float2 column) {
+    const float kr0 = k0 * r0, kr1 = k1 * r1, qr0 = q0 * r0, qr1 = q1 * r1, kf0 = k0 * f0, kf1 = k1 * f1;
+    StorePair(&s.rows[0][first_row + i][channel], PackBf16(kr0, kr1));
+    StorePair(&s.rows[1][first_row + i][channel], PackBf16(qr0, qr1));
+    StorePair(&s.rows[2][first_row + i][channel], PackBf16(kf0, kf1));
+    minus_w[i] = PackF16(kr0 * -row.x, kr1 * -row.y);
+    decayed_q[i] = PackF16(qr0 * row.x, qr1 * row.y);
+    restored_k[i] = PackF16(kf0 * column.x, kf1 * column.y);
+  };
   if constexpr (kBounded) {
     const float middle0 = second ? 0.0f : total0, middle1 = second ? 0.0f : total1;
+    const float2 row = {Exp2(before0 + middle0), Exp2(before1 + middle1)};
+    const float2 column = {Exp2(after0 + (total0 - middle0)), Exp2(after1 + (total1 - middle1))};
 #pragma unroll
     for (int i = 0; i < kHalfRows; ++i) {
-      const float q0 = LowBf16(q[i]) * scale_q[i], q1 = HighBf16(q[i]) * scale_q[i];
-      const float k0 = LowBf16(k[i]) * scale_k[i], k1 = HighBf16(k[i]) * scale_k[i];
-      const float r0 = Exp2(c0[i] - middle0), r1 = Exp2(c1[i] - middle1);
-      const float f0 = Exp2(middle0 - c0[i]), f1 = Exp2(middle1 - c1[i]);
-      const float beta = s.beta[first_row + i];
-      StorePair(&s.rows[0][first_row + i][channel], PackBf16(k0 * r0, k1 * r1));
-      StorePair(&s.rows[1][first_row + i][channel], PackBf16(q0 * r0, q1 * r1));
-      StorePair(&s.rows[2][first_row + i][channel], PackBf16(k0 * f0, k1 * f1));
-      StorePair(&s.rows[3][first_row + i][channel], PackF16(beta * LowBf16(v[i]), beta * HighBf16(v[i])));
+      const float2 scale = s.scale[warp][i];
+      const float x0 = c0[i] - middle0, x1 = c1[i] - middle1;
+      operands(i, q0[i] * scale.x, q1[i] * scale.x, k0[i] * scale.y, k1[i] * scale.y, Exp2(x0), Exp2(x1), Exp2(-x0),
+               Exp2(-x1), row, column);
     }
   } else {
-    float q0[kHalfRows], q1[kHalfRows], k0[kHalfRows], k1[kHalfRows];
+    const float2 other = *reinterpret_cast<const float2*>(&s.total[part ^ 1][channel]);
+    const float2 row = {Exp2(before0 - (second ? other.x : 0.0f)), Exp2(before1 - (second ? other.y : 0.0f))};
+    const float2 column = {Exp2(after0 - (second ? 0.0f : other.x)), Exp2(after1 - (second ? 0.0f : other.y))};
 #pragma unroll
     for (int i = 0; i < kHalfRows; ++i) {
-      q0[i] = LowBf16(q[i]) * scale_q[i], q1[i] = HighBf16(q[i]) * scale_q[i];
-      k0[i] = LowBf16(k[i]) * scale_k[i], k1[i] = HighBf16(k[i]) * scale_k[i];
+      const float2 scale = s.scale[warp][i];
+      q0[i] *= scale.x, q1[i] *= scale.x, k0[i] *= scale.y, k1[i] *= scale.y;
       const float r0 = Exp2(c0[i] + (second ? other.x : 0.0f)), r1 = Exp2(c1[i] + (second ? other.y : 0.0f));
       const float f0 = Exp2(total0 - c0[i] + (second ? 0.0f : other.x)),
                   f1 = Exp2(total1 - c1[i] + (second ? 0.0f : other.y));
-      StorePair(&s.rows[0][first_row + i][channel], PackBf16(k0[i] * r0, k1[i] * r1));
-      StorePair(&s.rows[1][first_row + i][channel], PackBf16(q0[i] * r0, q1[i] * r1));
-      StorePair(&s.rows[2][first_row + i][channel], PackBf16(k0[i] * f0, k1[i] * f1));
+      operands(i, q0[i], q1[i], k0[i], k1[i], r0, r1, f0, f1, row, column);
       const int middle_row = part / 2 * kHalfRows + i;
       if (second) {
         const float m0 = Exp2(c0[i]), m1 = Exp2(c1[i]);
@@ -341,26 +374,19 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
   }
   __syncthreads();
 
-  // rows[0] = beta k e^G, rows[1] = q e^G, rows[2] = k e^(G_C - G), rows[3] = beta v.
+  // rows[0] = -k e^G, rows[1] = q e^G, rows[2] = k e^(G_C - G), rows[3] = v.
 #pragma unroll
   for (int i = 0; i < kHalfRows; ++i) {
-    const float beta = s.beta[first_row + i];
-    const float k0 = LowBf16(k[i]) * scale_k[i], k1 = HighBf16(k[i]) * scale_k[i];
-    const float e0 = Exp2(before0 + c0[i]), e1 = Exp2(before1 + c1[i]);
-    const float f0 = Exp2(after0 + (total0 - c0[i])), f1 = Exp2(after1 + (total1 - c1[i]));
-    StorePair(&s.rows[0][first_row + i][channel], PackF16(beta * k0 * e0, beta * k1 * e1));
-    StorePair(&s.rows[1][first_row + i][channel],
-              PackF16(LowBf16(q[i]) * scale_q[i] * e0, HighBf16(q[i]) * scale_q[i] * e1));
-    StorePair(&s.rows[2][first_row + i][channel], PackF16(k0 * f0, k1 * f1));
-    if constexpr (!kBounded) {
-      StorePair(&s.rows[3][first_row + i][channel], PackF16(beta * LowBf16(v[i]), beta * HighBf16(v[i])));
-    }
+    StorePair(&s.rows[0][first_row + i][channel], minus_w[i]);
+    StorePair(&s.rows[1][first_row + i][channel], decayed_q[i]);
+    StorePair(&s.rows[2][first_row + i][channel], restored_k[i]);
+    if constexpr (!kBounded) StorePair(&s.rows[3][first_row + i][channel], v[i]);
   }
   __syncthreads();
-  // T = (I + A)^-1, rounded to where A was. Meanwhile most warps export q e^G and k e^(G_C - G).
+  // T = (I + A)^-1 diag(beta), rounded to where A was. Meanwhile most warps export q e^G and k e^(G_C - G).
   bf16* rounded = reinterpret_cast<bf16*>(&s.a[0][0]);
   static_assert(kChunkRows * kInverseStride * sizeof(bf16) <= sizeof(s.a));
-  InvertUnitLower(&s.a[0][0], &s.inverse[0][0], rounded, [&](int exporter) {
+  InvertUnitLower(&s.a[0][0], &s.inverse[0][0], s.beta, rounded, [&](int exporter) {
     for (int block = exporter; block < 64; block += kPrepareWarps - 2) {
       const int a = block / 8 % 4, step = block % 8;
       uint32_t f[4];
@@ -375,34 +401,41 @@ __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
   });
 
   if (warp < 8) {
-    // W = T (beta k e^G): 16 channels a warp.
+    // -W = T (-k e^G): 16 channels a warp.
+    uint32_t columns[4][4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      LoadMatrix4Transposed(columns[j], RowOperand<kRowStride>(&s.rows[0][0][0], 16 * j, 16 * warp, lane));
+    }
 #pragma unroll
     for (int a = 0; a < 4; ++a) {
       float x[4] = {}, y[4] = {};
 #pragma unroll
       for (int j = 0; j <= a; ++j) {
-        uint32_t rows[4], columns[4];
+        uint32_t rows[4];
         LoadMatrix4(rows, RowOperand<kInverseStride>(rounded, 16 * a, 16 * j, lane));
-        LoadMatrix4Transposed(columns, RowOperand<kRowStride>(&s.rows[0][0][0], 16 * j, 16 * warp, lane));
-        MmaF16(x, rows, columns[0], columns[1]);
-        MmaF16(y, rows, columns[2], columns[3]);
+        MmaF16(x, rows, columns[j][0], columns[j][1]);
+        MmaF16(y, rows, columns[j][2], columns[j][3]);
       }
-      out.minus_w[a][warp][lane] = {PackF16(-x[0], -x[1]), PackF16(-y[0], -y[1]), PackF16(-x[2], -x[3]),
-                                    PackF16(-y[2], -y[3])};
+      out.minus_w[a][warp][lane] = {PackF16(x[0], x[1]), PackF16(y[0], y[1]), PackF16(x[2], x[3]), PackF16(y[2], y[3])};
     }
   } else {
-    // U transposed = (beta v)^T T^T: 16 value columns a warp.
+    // U transposed = v^T T^T: 16 value columns a warp.
     const int value = warp - 8;
+    uint32_t rows[4][4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      LoadMatrix4Transposed(rows[j], ColumnOperand<kRowStride>(&s.rows[3][0][0], 16 * j, 16 * value, lane));
+    }
 #pragma unroll
     for (int a = 0; a < 4; ++a) {
       float x[4] = {}, y[4] = {};
 #pragma unroll
       for (int j = 0; j <= a; ++j) {
-        uint32_t rows[4], columns[4];
-        LoadMatrix4Transposed(rows, ColumnOperand<kRowStride>(&s.rows[3][0][0], 16 * j, 16 * value, lane));
+        uint32_t columns[4];
         LoadMatrix4(columns, ColumnOperand<kInverseStride>(rounded, 16 * a, 16 * j, lane));
-        MmaF16(x, rows, columns[0], columns[1]);
-        MmaF16(y, rows, columns[2], columns[3]);
+        MmaF16(x, rows[j], columns[0], columns[1]);
+        MmaF16(y, rows[j], columns[2], columns[3]);
       }
       out.u[value][a][lane] = {PackF16(x[0], x[1]), PackF16(x[2], x[3]), PackF16(y[0], y[1]), PackF16(y[2], y[3])};
     }

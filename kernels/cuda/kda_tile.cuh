@@ -11,6 +11,7 @@ constexpr int kPrepareWarps = kPrepareThreads / 32;
 constexpr int kHalfRows = 8;
 constexpr int kTileStride = kChunkRows + 4;     // floats
 constexpr int kInverseStride = kChunkRows + 8;  // elements
+static_assert(kPrepareWarps == 16);             // as many as rows of a tile
 constexpr int kDiagonalPairs = kHalfRows * kHalfRows;
 
 __device__ __forceinline__ void StorePair(bf16* to, uint32_t pair) { *reinterpret_cast<uint32_t*>(to) = pair; }
@@ -36,12 +37,13 @@ __device__ __forceinline__ void MmaTile(const float* a, const float* b, int lane
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int k = 0; k < 16; k += 8) {
-    const uint32_t rows[4] = {ToTf32(a[g * kTileStride + k + t]), ToTf32(a[(g + 8) * kTileStride + k + t]),
-                              ToTf32(a[g * kTileStride + k + t + 4]), ToTf32(a[(g + 8) * kTileStride + k + t + 4])};
+    const uint32_t rows[4] = {RoundTf32(a[g * kTileStride + k + t]), RoundTf32(a[(g + 8) * kTileStride + k + t]),
+                              RoundTf32(a[g * kTileStride + k + t + 4]),
+                              RoundTf32(a[(g + 8) * kTileStride + k + t + 4])};
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      MmaTf32(sum[n], rows, ToTf32(b[(k + t) * kTileStride + 8 * n + g]),
-              ToTf32(b[(k + t + 4) * kTileStride + 8 * n + g]));
+      MmaTf32(sum[n], rows, RoundTf32(b[(k + t) * kTileStride + 8 * n + g]),
+              RoundTf32(b[(k + t + 4) * kTileStride + 8 * n + g]));
     }
   }
 }
@@ -54,11 +56,13 @@ __device__ __forceinline__ void StoreTile(float* to, const float (&sum)[2][4], f
   }
 }
 
-// Inverse of I + A for the unit lower triangular 64 x 64 matrix in `a`, rounded to fp16 pairs in `rounded` (which may
-// overlay `a`): substitution in fp32 within 16 x 16 tiles, tf32 products between them (spec 4.3). `inverse` is work
-// space like `a`. Called by the whole block; the warps beyond the first two run `meanwhile`(index among them) first.
+// Inverse of I + A for the unit lower triangular 64 x 64 matrix in `a`, its columns multiplied by `scale`, rounded to
+// fp16 pairs in `rounded` (which may overlay `a`): substitution in fp32 within 16 x 16 tiles, tf32 products between
+// them (spec 4.3). `inverse` is work space like `a`. Called by the whole block; the warps beyond the first two run
+// `meanwhile`(index among them) first.
 template <typename F>
-__device__ __forceinline__ void InvertUnitLower(const float* a, float* inverse, bf16* rounded, const F& meanwhile) {
+__device__ __forceinline__ void InvertUnitLower(const float* a, float* inverse, const float* scale, bf16* rounded,
+                                                const F& meanwhile) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto tile = [](auto* matrix, int i, int j) { return matrix + 16 * i * kTileStride + 16 * j; };
   if (warp < 2) {
@@ -102,11 +106,13 @@ __device__ __forceinline__ void InvertUnitLower(const float* a, float* inverse, 
     StoreTile(tile(inverse, i, j), result, -1.0f, lane);
   }
   __syncthreads();
-  for (int r = warp; r < kChunkRows; r += kPrepareWarps) {
-    const int c = 2 * lane;
-    if (c / 16 <= r / 16) {
-      StorePair(rounded + r * kInverseStride + c,
-                PackF16(inverse[r * kTileStride + c], inverse[r * kTileStride + c + 1]));
+  const float2 scales = *reinterpret_cast<const float2*>(scale + 2 * lane);
+#pragma unroll
+  for (int i = 0; i < kChunkRows / kPrepareWarps; ++i) {
+    const int r = kPrepareWarps * i + warp;
+    if (2 * lane < 16 * (i + 1)) {
+      const float2 pair = *reinterpret_cast<const float2*>(inverse + r * kTileStride + 2 * lane);
+      StorePair(rounded + r * kInverseStride + 2 * lane, PackF16(pair.x * scales.x, pair.y * scales.y));
     }
   }
   __syncthreads();

@@ -196,6 +196,9 @@ __device__ __forceinline__ uint32_t ToTf32(float value) {
   return bits;
 }
 
+// The same in one instruction for numbers; a NaN may become a number.
+__device__ __forceinline__ uint32_t RoundTf32(float value) { return __float_as_uint(value) + 0x1000u; }
+
 // Two floats rounded to a pair of bf16, `low` in the lower half.
 __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
   uint32_t pair;
@@ -244,6 +247,13 @@ __device__ __forceinline__ float Exp2Here(float x) {
 __device__ __forceinline__ float Reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// tanh with an error of up to 2^-11 of it.
+__device__ __forceinline__ float Tanh(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
