@@ -35,9 +35,7 @@ absl::StatusOr<std::vector<std::string>> ReadKeys(const std::string& path) {
     const std::string key(absl::StripAsciiWhitespace(line));
     ++number;
     if (key.empty() || key[0] == '#') continue;
-    // What a header can carry, and every client can send.
-    if (!std::all_of(key.begin(), key.end(),
-                     [](char c) { return absl::ascii_isgraph(static_cast<unsigned char>(c)); })) {
+    if (!CanBeKey(key)) {
       return absl::InvalidArgumentError(absl::StrCat("--api-key-file: ", path, " line ", number,
                                                      " is no key: expected printable ASCII without spaces"));
     }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -11,6 +12,11 @@
 #include "absl/status/statusor.h"
 
 namespace k3 {
+
+// Whether a key is something that a header can carry and every client can send: printable ASCII without spaces.
+inline bool CanBeKey(std::string_view key) {
+  return !key.empty() && std::all_of(key.begin(), key.end(), [](char c) { return c > ' ' && c < 0x7f; });
+}
 
 // The keys that callers may show as "Authorization: Bearer KEY". Thread-safe; copies are the same set, also after a
 // Reload. Keys are never logged.

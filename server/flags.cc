@@ -233,6 +233,32 @@ absl::Status FlagSet::ParseEnv(const std::string& env_prefix, const GetEnv& gete
   return absl::OkStatus();
 }
 
+std::vector<std::string> FlagSet::UnknownVariables(const std::string& env_prefix,
+                                                   const std::vector<std::string>& names) const {
+  std::vector<std::string> found;
+  for (const std::string& name : names) {
+    if (name.rfind(env_prefix, 0) != 0) continue;
+    const std::string rest = name.substr(env_prefix.size());
+    // {NAME}_SERVICE_HOST, {NAME}_SERVICE_PORT_HTTP, {NAME}_PORT_8000_TCP_ADDR, ...
+    const bool kubernetes = rest.rfind("SERVICE_HOST", 0) == 0 || rest.rfind("SERVICE_PORT", 0) == 0 ||
+                            (rest.rfind("PORT_", 0) == 0 && rest.find("_TCP") != std::string::npos);
+    std::string nearest;
+    int best = std::numeric_limits<int>::max();
+    for (const Flag& flag : flags_) {
+      const std::string candidate = EnvName(env_prefix, flag.name);
+      const int distance = EditDistance(name.substr(0, 100), candidate);
+      if (distance >= best) continue;
+      best = distance;
+      nearest = candidate;
+    }
+    if (kubernetes || best == 0) continue;
+    found.push_back(absl::StrCat("unknown environment variable ", name.substr(0, 100), " has no effect; did you mean ",
+                                 nearest, "?"));
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
 absl::Status FlagSet::Resolve() {
   for (Flag& flag : flags_) {
     if (!flag.given.has_value()) continue;

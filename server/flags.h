@@ -55,6 +55,9 @@ class FlagSet {
   absl::Status ParseToml(std::string_view text, const std::string& path);
   // Reads the variables env_prefix + NAME.
   absl::Status ParseEnv(const std::string& env_prefix, const GetEnv& getenv);
+  // Of the process' variables `names` those that look like ones of this set but are none, each as a sentence with the
+  // nearest that is one. What Kubernetes sets for a service of the same name is passed over.
+  std::vector<std::string> UnknownVariables(const std::string& env_prefix, const std::vector<std::string>& names) const;
   // Stores every value in its variable, the strongest origin winning.
   absl::Status Resolve();
 

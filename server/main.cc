@@ -30,7 +30,13 @@ struct Command {
 const Command kCommands[] = {
     {"serve", "MODEL_DIR          load a model and serve it by gRPC and HTTP",
      [](const std::vector<std::string>& args) {
-       return RunServe(args, [](const char* name) { return getenv(name); });
+       std::vector<std::string> variables;
+       for (char** variable = environ; *variable != nullptr; ++variable) {
+         const std::string text = *variable;
+         variables.push_back(text.substr(0, text.find('=')));
+       }
+       return RunServe(
+           args, [](const char* name) { return getenv(name); }, variables);
      }},
     {"generate", "TEXT            ask a running server",
      [](const std::vector<std::string>& args) { return RunGenerate(args, std::cin, std::cout, std::cerr); }},

@@ -45,7 +45,7 @@ absl::Status CheckSampling(const RequestedSampling& sampling, const EngineLimits
   for (const auto& [id, bias] : sampling.logit_bias) {
     const std::string path = absl::StrCat("sampling.logit_bias[", id, "]");
     if (id >= static_cast<uint32_t>(limits.vocab_size)) {
-      return InvalidField(path, absl::StrCat("is no token; the vocabulary has ", limits.vocab_size));
+      return InvalidField(path, absl::StrCat("expected a token id from 0 to ", limits.vocab_size - 1, ", not ", id));
     }
     status = InRange(bias, -100, 100, path);
     if (!status.ok()) return status;
@@ -92,8 +92,10 @@ absl::Status CheckStopping(const RequestedStopping& stopping, const EngineLimits
   const absl::Status ids = CheckTokenIds(stopping.stop_token_ids, limits.vocab_size, "stopping.stop_token_ids");
   if (!ids.ok()) return ids;
   if (stopping.max_new_tokens.has_value() && stopping.min_new_tokens.value_or(0) > *stopping.max_new_tokens) {
-    return InvalidField("stopping.min_new_tokens", absl::StrCat(*stopping.min_new_tokens, " is more than the limit of ",
-                                                                *stopping.max_new_tokens, " new tokens"));
+    return InvalidField(
+        "stopping.min_new_tokens",
+        absl::StrCat(*stopping.min_new_tokens == std::numeric_limits<uint32_t>::max() ? "at least " : "",
+                     *stopping.min_new_tokens, " is more than the limit of ", *stopping.max_new_tokens, " new tokens"));
   }
   if ((stopping.repetition_count == 0) != (stopping.repetition_max_period == 0) || stopping.repetition_count == 1) {
     return InvalidField("stopping.repetition", "needs max_period of at least 1 and count of at least 2");
@@ -213,7 +215,8 @@ absl::Status ResolveLength(const GenerationRequest& request, int64_t prompt_toke
   const int64_t least = request.stopping.min_new_tokens.value_or(0);
   if (least > effective->params.max_new_tokens) {
     return InvalidField("stopping.min_new_tokens",
-                        absl::StrCat(least, " is more than the ", effective->params.max_new_tokens, " that have room"));
+                        absl::StrCat(least == std::numeric_limits<uint32_t>::max() ? "at least " : "", least,
+                                     " is more than the ", effective->params.max_new_tokens, " that have room"));
   }
   effective->params.min_new_tokens = static_cast<int32_t>(least);
   return absl::OkStatus();

@@ -309,7 +309,8 @@ absl::Status CheckDeviceConflicts(const ServerConfig& config, bool is_cpu) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<ServerCommandLine> ParseServerCommandLine(const std::vector<std::string>& args, const GetEnv& getenv) {
+absl::StatusOr<ServerCommandLine> ParseServerCommandLine(const std::vector<std::string>& args, const GetEnv& getenv,
+                                                         const std::vector<std::string>& variables) {
   ServeFlags declared;
   FlagSet& flags = declared.flags;
   ServerConfig& config = declared.result.config;
@@ -327,6 +328,7 @@ absl::StatusOr<ServerCommandLine> ParseServerCommandLine(const std::vector<std::
   }
   status = flags.ParseEnv(kEnvPrefix, getenv);
   if (!status.ok()) return status;
+  declared.result.warnings = flags.UnknownVariables(kEnvPrefix, variables);
   status = flags.Resolve();
   if (!status.ok()) return status;
   if (declared.result.help) return std::move(declared.result);

@@ -106,6 +106,7 @@ struct ServerCommandLine {
   bool help = false;
   bool print_config = false;
   std::string values;  // the text of --print-config
+  std::vector<std::string> warnings;
 };
 
 inline constexpr char kEnvPrefix[] = "K3SERVE_";
@@ -117,7 +118,9 @@ absl::Status FinishLayoutFlags(const FlagSet& flags, const std::string& gpus, Se
 
 // Reads the arguments after `serve`, the environment and the file of --config. Every error is INVALID_ARGUMENT and
 // names the flag, variable or key.
-absl::StatusOr<ServerCommandLine> ParseServerCommandLine(const std::vector<std::string>& args, const GetEnv& getenv);
+// `variables`: the names of the environment, for warnings about those that are no flag's.
+absl::StatusOr<ServerCommandLine> ParseServerCommandLine(const std::vector<std::string>& args, const GetEnv& getenv,
+                                                         const std::vector<std::string>& variables = {});
 
 // What depends on the device chosen for "auto": the CPU computes and caches in fp32.
 absl::Status CheckDeviceConflicts(const ServerConfig& config, bool is_cpu);

@@ -8,6 +8,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "server/api_keys.h"
 
 namespace k3 {
 namespace {
@@ -51,6 +52,11 @@ absl::Status ClientAccess::Load() {
       return absl::InvalidArgumentError(absl::StrCat("--api-key-file: cannot read a key from ", key_path_));
     }
     key_ = std::string(absl::StripAsciiWhitespace(key_));
+    // gRPC would abort the process.
+    if (!CanBeKey(key_)) {
+      return absl::InvalidArgumentError(absl::StrCat("--api-key-file: the first line of ", key_path_,
+                                                     " is no key: expected printable ASCII without spaces"));
+    }
   }
   if (cert_path_.empty() != cert_key_path_.empty()) {
     return absl::InvalidArgumentError("--tls-cert and --tls-key need each other");

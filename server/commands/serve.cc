@@ -373,8 +373,8 @@ class Server {
 
 }  // namespace
 
-int RunServe(const std::vector<std::string>& args, const GetEnv& getenv) {
-  const absl::StatusOr<ServerCommandLine> line = ParseServerCommandLine(args, getenv);
+int RunServe(const std::vector<std::string>& args, const GetEnv& getenv, const std::vector<std::string>& variables) {
+  const absl::StatusOr<ServerCommandLine> line = ParseServerCommandLine(args, getenv, variables);
   if (!line.ok()) {
     std::cerr << "k3serve serve: " << line.status().message() << "\n";
     return kExitUsage;
@@ -393,6 +393,7 @@ int RunServe(const std::vector<std::string>& args, const GetEnv& getenv) {
   }
   const Signals signals;
   SetUpLogging(line->config.log_format, line->config.log_level);
+  for (const std::string& warning : line->warnings) spdlog::warn("serve: {}", warning);
   std::unique_ptr<SpanExporter> spans;
   if (!line->config.otlp_endpoint.empty()) {
     auto exporter = SpanExporter::Start({.endpoint = line->config.otlp_endpoint, .version = kVersion});

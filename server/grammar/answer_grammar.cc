@@ -7,6 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "server/error_details.h"
 #include "server/grammar/argument_grammar.h"
+#include "server/grammar/enforceable_schema.h"
+#include "server/grammar/length_limits.h"
 #include "server/grammar/pattern_check.h"
 #include "server/grammar/schema_check.h"
 #include "server/grammar/schema_strict.h"
@@ -71,10 +73,15 @@ std::vector<int32_t> ControlTokens(const Tokenizer& tokenizer) {
 // Strict says so in the answer's words; a schema that is not strict loses what cannot be enforced.
 absl::StatusOr<GrammarNode> SchemaNode(const RequestedConstraint& constraint, const std::string& path, bool compact) {
   const absl::StatusOr<JsonValue> schema = ParseJson(constraint.text, {.max_depth = 128, .max_values = 200'000});
-  if (!schema.ok()) return InvalidField(path, std::string(schema.status().message()));
+  if (!schema.ok()) {
+    return InvalidField(path, absl::StrCat("expected a JSON schema, not the text \"", Excerpt(constraint.text, 60),
+                                           "\": ", std::string(schema.status().message())));
+  }
   const absl::Status status = CheckSchema(*schema, path, constraint.strict);
   if (!status.ok()) return status;
-  return GrammarNode::JsonSchema(WriteJson(EnforceableSchema(*schema), {.number_as_written = true}), compact);
+  const absl::StatusOr<JsonValue> enforceable = EnforceableSchema(*schema, path, constraint.strict);
+  if (!enforceable.ok()) return enforceable.status();
+  return GrammarNode::JsonSchema(WriteJson(*enforceable, {.number_as_written = true}), compact);
 }
 
 absl::StatusOr<GrammarNode> ConstraintNode(const RequestedConstraint& constraint, const std::string& path) {
@@ -82,6 +89,8 @@ absl::StatusOr<GrammarNode> ConstraintNode(const RequestedConstraint& constraint
   if (constraint.text.size() > 2 * kMaxGrammarText) {
     return InvalidField(path, absl::StrCat("has ", constraint.text.size(), " bytes; at most ", 2 * kMaxGrammarText));
   }
+  const bool written = constraint.kind != Kind::kJsonObject && constraint.kind != Kind::kNone;
+  if (written && constraint.text.empty()) return InvalidField(path, "is empty: says nothing about the answer");
   switch (constraint.kind) {
     case Kind::kJsonObject:
       return GrammarNode::JsonSchema(R"({"type":"object","additionalProperties":true})", /*compact=*/true);
@@ -90,7 +99,11 @@ absl::StatusOr<GrammarNode> ConstraintNode(const RequestedConstraint& constraint
     case Kind::kRegex: {
       const absl::Status status = CheckPattern(constraint.text, path, /*strict=*/true);
       if (!status.ok()) return status;
-      return GrammarNode::Of(GrammarNode::Kind::kRegex, constraint.text);
+      if (const auto count = AnyCharacters(constraint.text)) {
+        const LengthLimit limit = {.least = count->least, .most = count->most, .json = false};
+        return GrammarNode::Of(GrammarNode::Kind::kEbnf, limit.Grammar(R"([^\\n])"));
+      }
+      return GrammarNode::Of(GrammarNode::Kind::kRegex, AsciiPattern(constraint.text));
     }
     case Kind::kEbnf:
       return GrammarNode::Foreign(GrammarNode::Kind::kEbnf, constraint.text);
@@ -272,7 +285,11 @@ absl::StatusOr<std::optional<AnswerGrammar>> BuildAnswerGrammar(const Generation
     if (status.ok() && tool.strict) {
       status = CheckArgumentsEnforced(tool.parameters, tool.path, /*elements=*/format == ChatFormat::kXtml);
     }
-    if (status.ok()) tool.parameters = EnforceableSchema(tool.parameters);
+    if (status.ok()) {
+      absl::StatusOr<JsonValue> enforceable = EnforceableSchema(tool.parameters, tool.path, tool.strict);
+      status = enforceable.status();
+      if (status.ok()) tool.parameters = *std::move(enforceable);
+    }
     if (status.ok() && format == ChatFormat::kXtml && !XtmlArgumentsFit(tool.parameters)) {
       status =
           FieldError(tool.path, "fits no arguments, or becomes too large when its references and numbers are followed");

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/grammar/length_limits.h"
 #include "server/grammar/schema_check.h"
+#include "server/grammar/string_alternatives.h"
 #include "server/text/json_writer.h"
 #include "server/text/xtml_markup.h"
 
@@ -282,6 +283,10 @@ class ArgumentGrammar {
   }
 
   static GrammarNode Text(const JsonValue& schema) {
+    if (const auto written = WrittenLimit(schema)) {
+      const std::string most = written->second < 0 ? "" : std::to_string(written->second);
+      return GrammarNode::Of(GrammarNode::Kind::kEbnf, absl::StrCat("root ::= [^]{", written->first, ",", most, "}\n"));
+    }
     if (const JsonValue* pattern = schema.Find("pattern"); pattern != nullptr && pattern->is_string()) {
       return GrammarNode::Of(GrammarNode::Kind::kRegex, pattern->text);
     }
@@ -292,8 +297,7 @@ class ArgumentGrammar {
     limit.json = false;
     if (least != nullptr) limit.least = static_cast<int32_t>(least->AsDouble());
     if (most != nullptr) limit.most = static_cast<int32_t>(most->AsDouble());
-    return GrammarNode::Of(GrammarNode::Kind::kEbnf, absl::StrCat("root ::= ", limit.RuleName(), "\n", limit.RuleName(),
-                                                                  R"( ::= Regex("[\\x00-\\u{10ffff}]*"))", "\n"));
+    return GrammarNode::Of(GrammarNode::Kind::kEbnf, limit.Grammar(R"([\\x00-\\u{10ffff}])"));
   }
 
   static Typed Exactly(const JsonValue& value) {

@@ -34,6 +34,10 @@ std::string LengthLimit::RuleName() const {
                       json ? "json" : "text");
 }
 
+std::string LengthLimit::Grammar(std::string_view characters) const {
+  return absl::StrCat("root ::= ", RuleName(), "\n", RuleName(), " ::= Regex(\"", std::string(characters), "*\")\n");
+}
+
 std::optional<LengthLimit> LengthLimit::FromRuleName(std::string_view name) {
   if (!name.starts_with(kPrefix)) return std::nullopt;
   LengthLimit limit;

@@ -20,6 +20,8 @@ struct LengthLimit {
   bool json = true;   // ends with a quote; else with a control token
 
   std::string RuleName() const;
+  // A grammar of its own for a text of such a length; `characters` is the class of what it may hold, as [^\\n].
+  std::string Grammar(std::string_view characters) const;
   // Also of a name that the grammar library has lengthened. Nullopt for any other rule.
   static std::optional<LengthLimit> FromRuleName(std::string_view name);
 };

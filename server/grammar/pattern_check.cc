@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cctype>
+#include <charconv>
 #include <string_view>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "server/grammar/pattern_syntax.h"
 #include "server/text/field_error.h"
 #include "server/text/utf8.h"
 
@@ -15,6 +17,7 @@ namespace {
 
 constexpr size_t kMaxPattern = 4'096;
 constexpr double kMaxRepeats = 100'000;  // of one repetition, or of nested ones together
+constexpr double kMaxWide = 128;         // with 160,000 tokens each costs 0.05 s to compile
 
 absl::Status CheckSize(const std::string& pattern, const std::string& path) {
   if (pattern.size() > kMaxPattern) {
@@ -26,6 +29,7 @@ absl::Status CheckSize(const std::string& pattern, const std::string& path) {
   for (size_t i = 0; i < pattern.size(); ++i) {
     if (pattern[i] == '\\') {
       ++i;
+      if (pattern.compare(i, 2, "u{") == 0) i = std::min(pattern.find('}', i), pattern.size());
       continue;
     }
     if (pattern[i] == '(' && ++depth > 100) return FieldError(path, "has more than 100 nested groups");
@@ -118,52 +122,40 @@ bool IsQuantifier(const std::string& pattern, size_t brace, size_t* end) {
   return true;
 }
 
-absl::Status Split(const std::string& pattern, const std::string& path, Pieces* pieces) {
-  size_t i = pattern.starts_with("(?i)") ? 4 : 0;
+// Of a pattern that ReadPatternSyntax passed.
+Pieces Split(const std::string& pattern) {
+  Pieces pieces;
   bool in_class = false;
-  for (; i < pattern.size(); ++i) {
+  for (size_t i = pattern.starts_with("(?i)") ? 4 : 0; i < pattern.size(); ++i) {
     const char c = pattern[i];
     if (c == '\\') {
       ++i;
-      const char escaped = i < pattern.size() ? pattern[i] : '\0';
-      const bool known = std::string_view("ntrfvaedDwWsSxuc0").find(escaped) != std::string_view::npos;
-      if (std::isalnum(static_cast<unsigned char>(escaped)) != 0 && !known && !(in_class && escaped == 'b')) {
-        return FieldError(path, absl::StrCat("\\", std::string(1, escaped), " cannot be enforced"));
-      }
-      if (!in_class) pieces->push_back('c');
+      if (!in_class) pieces.push_back('c');
     } else if (in_class) {
       in_class = c != ']';
     } else if (c == '[') {
       in_class = true;
-      pieces->push_back('c');
+      pieces.push_back('c');
     } else if (c == '(') {
       if (i + 1 < pattern.size() && pattern[i + 1] == '?') {
-        const char kind = i + 2 < pattern.size() ? pattern[i + 2] : '\0';
-        const char next = i + 3 < pattern.size() ? pattern[i + 3] : '\0';
-        if (kind == '=' || kind == '!' || (kind == '<' && (next == '=' || next == '!'))) {
-          return FieldError(path, "assertions about the text around cannot be enforced");
-        }
-        if (kind == ':') {
-          i += 2;
-        } else {
-          i = std::min(pattern.find('>', i), pattern.size());  // a named group, or refused by the library
-        }
+        const bool plain = i + 2 < pattern.size() && pattern[i + 2] == ':';
+        i = plain ? i + 2 : std::min(pattern.find('>', i), pattern.size());  // or a named group
       }
-      pieces->push_back('(');
+      pieces.push_back('(');
     } else if (c == ')' || c == '|' || c == '^' || c == '$') {
-      pieces->push_back(c);
+      pieces.push_back(c);
     } else if (c == '*' || c == '+') {
-      pieces->push_back('q');
+      pieces.push_back('q');
     } else if (c == '?') {
-      pieces->push_back('?');
+      pieces.push_back('?');
     } else if (size_t end = 0; c == '{' && IsQuantifier(pattern, i, &end)) {
-      pieces->push_back('q');
+      pieces.push_back('q');
       i = end;
     } else {
-      pieces->push_back('c');
+      pieces.push_back('c');
     }
   }
-  return absl::OkStatus();
+  return pieces;
 }
 
 // Whether `anchor` stands only where nothing was taken before it, on any way through `pieces`.
@@ -215,15 +207,47 @@ bool RepeatsAnAnchor(const Pieces& pieces) {
 absl::Status CheckPattern(const std::string& pattern, const std::string& path, bool strict) {
   absl::Status status = CheckSize(pattern, path);
   if (status.ok()) status = CheckSurrogates(pattern, path);
-  if (!status.ok() || !strict) return status;
-  Pieces pieces;
-  status = Split(pattern, path, &pieces);
   if (!status.ok()) return status;
+  const PatternSyntax syntax = ReadPatternSyntax(pattern);
+  if (!syntax.malformed.empty()) return FieldError(path, absl::StrCat("no regular expression: ", syntax.malformed));
+  if (!strict) return absl::OkStatus();
+  if (!syntax.unsupported.empty()) return FieldError(path, absl::StrCat(syntax.unsupported, " cannot be enforced"));
+  if (syntax.wide > kMaxWide && !AnyCharacters(pattern).has_value()) {
+    return FieldError(path, absl::StrCat("any character may come up to ", syntax.wide,
+                                         " times, which would take too long to follow; at most ", kMaxWide,
+                                         " in all, or * or +, or nothing but a count such as ^.{1,2000}$"));
+  }
+  const Pieces pieces = Split(pattern);
   const Pieces reversed(pieces.rbegin(), pieces.rend());
   if (!AtTheBegin(pieces, '^', '(', ')') || !AtTheBegin(reversed, '$', ')', '(') || RepeatsAnAnchor(pieces)) {
     return FieldError(path, "^ and $ can be enforced at the ends only");
   }
   return absl::OkStatus();
+}
+
+std::optional<CharacterCount> AnyCharacters(const std::string& pattern) {
+  std::string_view text = pattern;
+  if (text.starts_with('^')) text.remove_prefix(1);
+  if (text.ends_with('$')) text.remove_suffix(1);
+  if (!text.starts_with(".{") || !text.ends_with('}')) return std::nullopt;
+  text = text.substr(2, text.size() - 3);
+  CharacterCount count;
+  const auto number = [&](int32_t* value) {
+    const auto parsed = std::from_chars(text.data(), text.data() + text.size(), *value);
+    if (parsed.ec != std::errc() || *value < 0 || *value > kMaxRepeats) return false;
+    text.remove_prefix(static_cast<size_t>(parsed.ptr - text.data()));
+    return true;
+  };
+  if (!number(&count.least)) return std::nullopt;
+  if (text.empty()) {
+    count.most = count.least;
+    return count;
+  }
+  if (text[0] != ',') return std::nullopt;
+  text.remove_prefix(1);
+  if (text.empty()) return count;
+  if (!number(&count.most) || !text.empty() || count.most < count.least) return std::nullopt;
+  return count;
 }
 
 absl::Status CheckPatternInString(const std::string& pattern, const std::string& path) {
@@ -261,7 +285,25 @@ absl::Status CheckPatternInString(const std::string& pattern, const std::string&
 
 std::string AsciiPattern(const std::string& pattern) {
   std::string out;
+  bool in_class = false;
   for (size_t i = 0; i < pattern.size();) {
+    if (!in_class && pattern.compare(i, 4, "(?P<") == 0) {
+      out.append("(?<");
+      i += 4;
+      continue;
+    }
+    if (size_t end = 0; !in_class && pattern[i] == '{' && !IsQuantifier(pattern, i, &end)) {
+      out.append("\\{");
+      ++i;
+      continue;
+    }
+    if (pattern[i] == '[' || pattern[i] == ']') in_class = pattern[i] == '[';
+    if (pattern.compare(i, 3, "\\u{") == 0) {
+      const size_t end = std::min(pattern.find('}', i), pattern.size() - 1) + 1;
+      out.append(pattern, i, end - i);
+      i = end;
+      continue;
+    }
     if (pattern[i] == '\\' && i + 1 < pattern.size()) {
       const auto escaped = static_cast<unsigned char>(pattern[i + 1]);
       const bool printable = escaped >= 0x20 && escaped < 0x7f;

@@ -1,14 +1,16 @@
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 
 namespace k3 {
 
-// Whether a regular expression can be enforced: length and repetition within limits. `strict`: also that nothing in it
-// is ignored by the grammar library (assertions about what follows, anchors in the middle, escapes that it does not
-// know). A FieldError at `path` otherwise. Whether it is well formed the library says later.
+// Whether a regular expression is one, with length and repetition within limits. `strict`: also whether it can be
+// enforced: no assertions about the text around, no anchors in the middle, no references to groups, no classes of
+// Unicode, no long counts of any character. A FieldError at `path` otherwise.
 absl::Status CheckPattern(const std::string& pattern, const std::string& path, bool strict);
 
 // Whether a pattern can be enforced inside a JSON string, where the library matches the text as it is written: a
@@ -16,7 +18,15 @@ absl::Status CheckPattern(const std::string& pattern, const std::string& path, b
 // class may hold some beside others; the library leaves them out. A FieldError at `path` otherwise.
 absl::Status CheckPatternInString(const std::string& pattern, const std::string& path);
 
-// The same pattern in printable ASCII: other characters are escaped by number.
+// A pattern that only counts characters, as ^.{1,200}$: it is followed as a string of that length, however long.
+struct CharacterCount {
+  int32_t least = 0;
+  int32_t most = -1;  // -1: no limit
+};
+std::optional<CharacterCount> AnyCharacters(const std::string& pattern);
+
+// The same pattern as the grammar library reads it, in printable ASCII: other characters are escaped by number, braces
+// that repeat nothing are escaped, named groups are written (?<name>.
 std::string AsciiPattern(const std::string& pattern);
 
 }  // namespace k3

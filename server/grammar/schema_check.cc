@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <cstdint>
 #include <deque>
 #include <initializer_list>
@@ -15,6 +16,7 @@
 #include "absl/strings/str_replace.h"
 #include "server/error_details.h"
 #include "server/grammar/pattern_check.h"
+#include "server/grammar/schema_shapes.h"
 #include "server/grammar/schema_strict.h"
 #include "server/text/field_error.h"
 
@@ -99,6 +101,10 @@ class Checker {
       if (IsDecisive(key)) decisive = key;
     }
     checked_.insert(&schema);
+    if (decisive.empty()) {
+      const absl::Status status = CheckCounts(schema, path);
+      if (!status.ok()) return status;
+    }
     if (!strict_) return absl::OkStatus();
     if (decisive.empty()) {
       const absl::Status status = CheckString(schema, path);
@@ -142,7 +148,7 @@ class Checker {
 
   // Whether some finite value fits. A schema met again on the way to itself contributes nothing.
   bool Finite(const JsonValue& schema) {
-    if (!schema.is_object() || ++steps_ > 100'000) return true;
+    if (!schema.is_object() || ++steps_ > 100'000) return !schema::IsFalse(&schema);
     const auto [place, fresh] = finite_.try_emplace(&schema, State::kOpen);
     if (!fresh) return place->second == State::kFinite;
     const bool finite = FiniteInside(schema);
@@ -176,6 +182,7 @@ class Checker {
         // A definition that nobody uses may be anything.
         const bool definition = IsOneOf(key, {"$defs", "definitions"});
         if (definition && !value.items[i].is_object()) continue;
+        if (schema::IsFalse(&value.items[i])) continue;  // no such member: see CheckCounts and CheckEnforced
         const absl::Status status = Check(value.items[i], place, depth + 1);
         if (!status.ok()) return status;
       }
@@ -186,7 +193,11 @@ class Checker {
       if (strict_ && key == "allOf" && value.items.size() > 1) {
         return FieldError(path, "of several schemas cannot be enforced: write one schema instead");
       }
+      const bool some = std::any_of(value.items.begin(), value.items.end(),
+                                    [](const JsonValue& item) { return !schema::IsFalse(&item); });
       for (size_t i = 0; i < value.items.size(); ++i) {
+        // One alternative less, or the end of a list.
+        if (schema::IsFalse(&value.items[i]) && (key == "prefixItems" || (some && key != "allOf"))) continue;
         const absl::Status status = Check(value.items[i], absl::StrCat(path, "[", i, "]"), depth + 1);
         if (!status.ok()) return status;
       }
@@ -220,7 +231,10 @@ class Checker {
     if (IsOneOf(key, {"maxLength", "maxItems", "maxProperties"})) return CheckBound(value, path, kMaxRepeats);
     if (IsOneOf(key, {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}) &&
         !value.is_number()) {
-      return FieldError(path, "expected a number");
+      return FieldError(path, absl::StrCat("expected a number, not ", Described(value)));
+    }
+    if (key == "multipleOf" && !(value.AsDouble() > 0)) {
+      return FieldError(path, absl::StrCat("expected a number above 0, not ", value.text));
     }
     if (!strict_ || IsAnnotation(key)) return absl::OkStatus();
     const bool idle = key == "uniqueItems" && value.is_bool() && !value.boolean;
@@ -251,8 +265,85 @@ class Checker {
   }
 
   static absl::Status CheckBound(const JsonValue& value, const std::string& path, double most) {
-    if (!value.is_number() || value.AsDouble() < 0) return FieldError(path, "expected a number of at least 0");
-    if (value.AsDouble() > most) return FieldError(path, absl::StrCat("is at most ", most));
+    const double number = value.AsDouble();
+    if (!value.is_number() || number < 0 || number != std::floor(number)) {
+      return FieldError(path, absl::StrCat("expected a whole number of at least 0, not ", Described(value)));
+    }
+    if (number <= most) return absl::OkStatus();
+    return FieldError(path, absl::StrCat("must be at most ", most, ", not ", Excerpt(value.text, 40)));
+  }
+
+  static std::string Described(const JsonValue& value) {
+    if (value.is_number()) return Excerpt(value.text, 40);
+    if (value.is_string()) return absl::StrCat("\"", Excerpt(value.text, 40), "\"");
+    return value.is_bool()    ? value.boolean ? "true" : "false"
+           : value.is_array() ? "a list"
+           : value.is_null()  ? "null"
+                              : "an object";
+  }
+
+  // Bounds that leave nothing between them.
+  static absl::Status CheckCounts(const JsonValue& schema, const std::string& path) {
+    const auto refused = [&](const char* key, const std::string& why) {
+      return FieldError(absl::StrCat(path, ".", key), absl::StrCat("no value fits: ", why));
+    };
+    const auto bound = [&](const char* key, double none) {
+      const JsonValue* value = schema.Find(key);
+      return value == nullptr || !value->is_number() ? none : value->AsDouble();
+    };
+    for (const auto& [least, most] : {std::pair{"minLength", "maxLength"}, std::pair{"minItems", "maxItems"},
+                                      std::pair{"minProperties", "maxProperties"}, std::pair{"minimum", "maximum"}}) {
+      if (bound(least, -HUGE_VAL) <= bound(most, HUGE_VAL)) continue;
+      return refused(least, absl::StrCat(bound(least, 0), " is above ", most, ", ", bound(most, 0)));
+    }
+    const double low = std::max(bound("minimum", -HUGE_VAL), bound("exclusiveMinimum", -HUGE_VAL));
+    const double high = std::min(bound("maximum", HUGE_VAL), bound("exclusiveMaximum", HUGE_VAL));
+    const bool open = bound("exclusiveMinimum", -HUGE_VAL) == low || bound("exclusiveMaximum", HUGE_VAL) == high;
+    if (low > high || (low == high && open)) {
+      return refused(schema.Find("exclusiveMinimum") != nullptr ? "exclusiveMinimum" : "exclusiveMaximum",
+                     "the bounds leave no number");
+    }
+    const JsonValue* type = schema.Find("type");
+    if (type != nullptr && type->is_string() && type->text == "integer" && std::isfinite(low) && std::isfinite(high)) {
+      const double step = std::max(1.0, std::floor(bound("multipleOf", 1)));
+      double first = std::ceil(low / step) * step;
+      if (first == bound("exclusiveMinimum", -HUGE_VAL)) first += step;
+      if (first > high || first == bound("exclusiveMaximum", HUGE_VAL)) {
+        return refused(schema.Find("multipleOf") != nullptr ? "multipleOf"
+                       : schema.Find("minimum") != nullptr  ? "minimum"
+                                                            : "exclusiveMinimum",
+                       "the bounds leave no such whole number");
+      }
+    }
+    const JsonValue* required = schema.Find("required");
+    const JsonValue* properties = schema.Find("properties");
+    for (size_t i = 0; required != nullptr && required->is_array() && i < required->items.size(); ++i) {
+      const JsonValue* member = properties == nullptr ? nullptr : properties->Find(required->items[i].text);
+      if (schema::IsFalse(member))
+        return refused("required",
+                       absl::StrCat("\"", Excerpt(required->items[i].text, 60), "\" is false among the properties"));
+    }
+    if (required != nullptr && static_cast<double>(schema::RequiredCount(schema)) > bound("maxProperties", HUGE_VAL)) {
+      return refused("maxProperties", absl::StrCat(schema::RequiredCount(schema), " are required"));
+    }
+    const JsonValue* members = schema::Members(schema);
+    if (members != nullptr && !schema::IsOpen(schema)) {
+      const auto count = std::count_if(members->items.begin(), members->items.end(),
+                                       [](const JsonValue& item) { return !schema::IsFalse(&item); });
+      if (bound("minProperties", 0) > static_cast<double>(count)) {
+        return refused("minProperties", absl::StrCat("there are ", count, " properties and no others are allowed"));
+      }
+    }
+    size_t most_items = schema.Find("prefixItems") == nullptr ? 0 : schema.Find("prefixItems")->items.size();
+    bool ends = schema::IsFalse(schema.Find("items"));
+    for (size_t i = 0; i < most_items; ++i) {
+      if (!schema::IsFalse(&schema.Find("prefixItems")->items[i])) continue;
+      most_items = i;
+      ends = true;
+    }
+    if (ends && bound("minItems", 0) > static_cast<double>(most_items)) {
+      return refused("minItems", absl::StrCat("at most ", most_items, " items are allowed"));
+    }
     return absl::OkStatus();
   }
 
@@ -269,10 +360,6 @@ class Checker {
   absl::Status CheckReference(const JsonValue& value, const std::string& path) {
     if (!value.is_string()) return FieldError(path, "expected a string");
     const JsonValue* target = ResolveSchemaReference(root_, value.text);
-    // The grammar library leaves empty names out.
-    if (value.text.find("//") != std::string::npos || (value.text.size() > 1 && value.text.ends_with("/"))) {
-      target = nullptr;
-    }
     if (target != nullptr && !checked_.contains(target)) targets_.emplace_back(target, path);
     if (target == nullptr) {
       return FieldError(path, absl::StrCat("\"", Excerpt(value.text), "\" names no place in this schema"));
@@ -315,7 +402,13 @@ class Checker {
         if (names.contains(properties->keys[i]) && !Finite(properties->items[i])) return false;
       }
     }
-    if (const JsonValue* prefix = schema.Find("prefixItems"); prefix != nullptr && !all(*prefix)) return false;
+    // False ends the list.
+    const JsonValue* prefix = schema.Find("prefixItems");
+    if (prefix != nullptr && std::any_of(prefix->items.begin(), prefix->items.end(), [&](const JsonValue& item) {
+          return !schema::IsFalse(&item) && !Finite(item);
+        })) {
+      return false;
+    }
     const JsonValue* least = schema.Find("minItems");
     const JsonValue* items = schema.Find("items");
     return least == nullptr || least->AsDouble() <= 0 || items == nullptr || Finite(*items);
@@ -334,6 +427,26 @@ class Checker {
 
 }  // namespace
 
+namespace {
+
+// Of a URI's fragment, in which a JSON pointer is written. A malformed escape stays what it is.
+std::string PercentDecoded(const std::string& text) {
+  std::string out;
+  for (size_t i = 0; i < text.size(); ++i) {
+    uint8_t byte = 0;
+    const char* const digits = text.data() + i + 1;
+    if (text[i] == '%' && i + 2 < text.size() && std::from_chars(digits, digits + 2, byte, 16).ptr == digits + 2) {
+      out.push_back(static_cast<char>(byte));
+      i += 2;
+    } else {
+      out.push_back(text[i]);
+    }
+  }
+  return out;
+}
+
+}  // namespace
+
 const JsonValue* ResolveSchemaReference(const JsonValue& root, const std::string& reference) {
   if (reference == "#") return &root;
   if (!reference.starts_with("#/")) return nullptr;
@@ -341,11 +454,13 @@ const JsonValue* ResolveSchemaReference(const JsonValue& root, const std::string
   size_t begin = 2;
   while (place != nullptr) {
     const size_t end = std::min(reference.find('/', begin), reference.size());
-    const std::string name = absl::StrReplaceAll(reference.substr(begin, end - begin), {{"~1", "/"}, {"~0", "~"}});
+    const std::string name =
+        absl::StrReplaceAll(PercentDecoded(reference.substr(begin, end - begin)), {{"~1", "/"}, {"~0", "~"}});
     if (place->is_array()) {
       size_t index = 0;
       const auto parsed = std::from_chars(name.data(), name.data() + name.size(), index);
-      const bool number = parsed.ec == std::errc() && parsed.ptr == name.data() + name.size();
+      const bool number =
+          parsed.ec == std::errc() && parsed.ptr == name.data() + name.size() && (name.size() == 1 || name[0] != '0');
       place = number && index < place->items.size() ? &place->items[index] : nullptr;
     } else {
       place = place->Find(name);

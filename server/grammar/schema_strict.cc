@@ -15,197 +15,36 @@
 #include "server/error_details.h"
 #include "server/grammar/pattern_check.h"
 #include "server/grammar/schema_check.h"
+#include "server/grammar/schema_shapes.h"
+#include "server/grammar/string_formats.h"
 #include "server/text/field_error.h"
 
 namespace k3 {
 namespace {
 
+using schema::Further;
+using schema::Has;
+using schema::HasAny;
+using schema::IsFalse;
+using schema::IsOpen;
+using schema::kAll;
+using schema::kFraction;
+using schema::kInteger;
+using schema::kLists;
+using schema::kNumber;
+using schema::kObject;
+using schema::kString;
+using schema::Members;
+using schema::RequiredCount;
+using schema::Shapes;
+using schema::TypeOfValue;
+using schema::Types;
+
 constexpr int kMaxNesting = 32;
+constexpr double kMost64 = 9.2e18;  // whole numbers beyond it may not fit into 64 bits
 // Up to here the grammar library enforces multiples; beyond it leaves them out without a word.
 constexpr double kMaxMultiple = 1024;
 constexpr double kMaxMultipleRange = 9'999;
-
-using Types = uint8_t;
-constexpr Types kString = 1, kFraction = 2, kInteger = 4, kBoolean = 8, kNull = 16, kArray = 32, kObject = 64;
-constexpr Types kNumber = kFraction | kInteger;
-constexpr Types kAll = 127;
-
-Types TypeOfWord(std::string_view word) {
-  if (word == "string") return kString;
-  if (word == "number") return kNumber;
-  if (word == "integer") return kInteger;
-  if (word == "boolean") return kBoolean;
-  if (word == "null") return kNull;
-  return word == "array" ? kArray : word == "object" ? kObject : 0;
-}
-
-Types TypeOfValue(const JsonValue& value) {
-  switch (value.kind) {
-    case JsonValue::Kind::kNull:
-      return kNull;
-    case JsonValue::Kind::kBool:
-      return kBoolean;
-    case JsonValue::Kind::kInteger:
-    case JsonValue::Kind::kFloat:
-      return std::floor(value.AsDouble()) == value.AsDouble() ? kInteger : kFraction;
-    case JsonValue::Kind::kString:
-      return kString;
-    case JsonValue::Kind::kArray:
-      return kArray;
-    case JsonValue::Kind::kObject:
-      break;
-  }
-  return kObject;
-}
-
-bool Equal(const JsonValue& a, const JsonValue& b) {
-  if (a.is_number() && b.is_number()) return a.AsDouble() == b.AsDouble();
-  if (a.kind != b.kind || a.items.size() != b.items.size()) return false;
-  if (a.is_object()) {
-    for (size_t i = 0; i < a.keys.size(); ++i) {
-      const JsonValue* other = b.Find(a.keys[i]);
-      if (other == nullptr || !Equal(a.items[i], *other)) return false;
-    }
-    return true;
-  }
-  if (a.is_array()) return std::equal(a.items.begin(), a.items.end(), b.items.begin(), Equal);
-  return a.text == b.text && a.boolean == b.boolean;
-}
-
-bool Has(const JsonValue& schema, const char* key) { return schema.Find(key) != nullptr; }
-
-bool HasAny(const JsonValue& schema, std::initializer_list<const char*> keys) {
-  return std::any_of(keys.begin(), keys.end(), [&](const char* key) { return Has(schema, key); });
-}
-
-bool IsFalse(const JsonValue* value) { return value != nullptr && value->is_bool() && !value->boolean; }
-
-const JsonValue* Members(const JsonValue& schema) {
-  const JsonValue* properties = schema.Find("properties");
-  return properties != nullptr && properties->is_object() && !properties->keys.empty() ? properties : nullptr;
-}
-
-size_t RequiredCount(const JsonValue& schema) {
-  const JsonValue* required = schema.Find("required");
-  return required == nullptr ? 0 : required->items.size();
-}
-
-bool Requires(const JsonValue& schema, const std::string& name) {
-  const JsonValue* required = schema.Find("required");
-  return required != nullptr && std::any_of(required->items.begin(), required->items.end(),
-                                            [&](const JsonValue& item) { return item.text == name; });
-}
-
-// What further members an object may have: the schema that decides, or null.
-const JsonValue* Further(const JsonValue& schema) {
-  const JsonValue* further = schema.Find("additionalProperties");
-  return further != nullptr ? further : schema.Find("unevaluatedProperties");
-}
-
-// Whether the grammar lets an object have members that are not declared.
-bool IsOpen(const JsonValue& schema) {
-  if (HasAny(schema, {"patternProperties", "propertyNames"})) return true;
-  const JsonValue* further = Further(schema);
-  return further == nullptr ? Members(schema) == nullptr : !IsFalse(further);
-}
-
-const char* const kLists[] = {"anyOf", "oneOf", "allOf"};
-
-class Shapes {
- public:
-  explicit Shapes(const JsonValue& root) : root_(root) {}
-
-  const JsonValue& Follow(const JsonValue& schema) const { return FollowSchemaReferences(root_, schema); }
-
-  // The types of values that the grammar of `reference` lets through; `valid`: of those that fit it.
-  Types TypesOf(const JsonValue& reference, bool valid, int depth = 0) const {
-    const JsonValue& schema = Follow(reference);
-    if (!schema.is_object() || Has(schema, "$ref") || depth > kMaxNesting || ++steps_ > 10'000) return kAll;
-    if (const JsonValue* only = schema.Find("const")) return TypeOfValue(*only);
-    Types types = 0;
-    if (const JsonValue* values = schema.Find("enum")) {
-      for (const JsonValue& value : values->items) types |= TypeOfValue(value);
-      return types;
-    }
-    for (const char* key : kLists) {
-      const JsonValue* list = schema.Find(key);
-      if (list == nullptr) continue;
-      if (key == std::string_view("allOf") && list->items.size() != 1) return kAll;
-      for (const JsonValue& branch : list->items) types |= TypesOf(branch, valid, depth + 1);
-      return types;
-    }
-    if (const JsonValue* type = schema.Find("type")) {
-      if (type->is_string()) return TypeOfWord(type->text);
-      for (const JsonValue& word : type->items) types |= TypeOfWord(word.text);
-      return types;
-    }
-    if (valid) return kAll;
-    if (HasAny(schema, {"properties", "additionalProperties", "unevaluatedProperties"})) return kObject;
-    return HasAny(schema, {"items", "prefixItems", "unevaluatedItems"}) ? kArray : kAll;
-  }
-
-  // Whether no value that the grammar of one lets through fits the other.
-  bool Exclusive(const JsonValue& a, const JsonValue& b, int depth = 0) const {
-    return Outside(a, b, depth) && Outside(b, a, depth);
-  }
-
- private:
-  // No value that the grammar of `made` lets through fits `other`.
-  bool Outside(const JsonValue& made_reference, const JsonValue& other_reference, int depth) const {
-    const JsonValue& made = Follow(made_reference);
-    const JsonValue& other = Follow(other_reference);
-    if (depth > 8 || ++steps_ > 10'000) return false;
-    if ((TypesOf(made, false) & TypesOf(other, true)) == 0) return true;
-    for (const char* key : kLists) {
-      if (const JsonValue* list = made.Find(key))
-        return All(*list, [&](auto& one) { return Outside(one, other, depth + 1); });
-      if (const JsonValue* list = other.Find(key))
-        return All(*list, [&](auto& one) { return Outside(made, one, depth + 1); });
-    }
-    const std::optional<std::vector<const JsonValue*>> values = Values(made), others = Values(other);
-    if (values.has_value() && others.has_value()) {
-      return std::none_of(values->begin(), values->end(), [&](const JsonValue* value) {
-        return std::any_of(others->begin(), others->end(), [&](const JsonValue* o) { return Equal(*value, *o); });
-      });
-    }
-    if (values.has_value() || others.has_value() || TypesOf(made, false) != kObject) return false;
-    const JsonValue* mine = made.Find("properties");
-    const JsonValue* theirs = other.Find("properties");
-    const JsonValue* required = made.Find("required");
-    steps_ += static_cast<int>((RequiredCount(made) + RequiredCount(other)) / 16);  // each looks through a list
-    for (size_t i = 0; required != nullptr && i < required->items.size(); ++i) {
-      const std::string& name = required->items[i].text;
-      const JsonValue* there = theirs == nullptr ? nullptr : theirs->Find(name);
-      const JsonValue* here = mine == nullptr ? nullptr : mine->Find(name);
-      if (there != nullptr && here != nullptr && Outside(*here, *there, depth + 1)) return true;
-      if (there == nullptr && !Has(other, "patternProperties") && IsFalse(other.Find("additionalProperties")))
-        return true;
-    }
-    const JsonValue* wanted = other.Find("required");
-    for (size_t i = 0; wanted != nullptr && !IsOpen(made) && i < wanted->items.size(); ++i) {
-      const std::string& name = wanted->items[i].text;
-      if ((mine == nullptr || mine->Find(name) == nullptr) && !Requires(made, name)) return true;
-    }
-    return false;
-  }
-
-  template <typename F>
-  static bool All(const JsonValue& list, const F& holds) {
-    return std::all_of(list.items.begin(), list.items.end(), holds);
-  }
-
-  static std::optional<std::vector<const JsonValue*>> Values(const JsonValue& schema) {
-    if (const JsonValue* only = schema.Find("const")) return std::vector<const JsonValue*>{only};
-    const JsonValue* list = schema.Find("enum");
-    if (list == nullptr) return std::nullopt;
-    std::vector<const JsonValue*> values;
-    for (const JsonValue& value : list->items) values.push_back(&value);
-    return values;
-  }
-
-  const JsonValue& root_;
-  mutable int steps_ = 0;
-};
 
 absl::Status Refused(const std::string& path, const std::string& member, const std::string& why) {
   return FieldError(absl::StrCat(path, ".", member), why);
@@ -263,13 +102,13 @@ absl::Status CheckValuesBesideType(const Shapes& shapes, const JsonValue& schema
 }
 
 absl::Status CheckNumbers(Types types, const JsonValue& schema, const std::string& path) {
-  if ((types & kInteger) != 0) {
-    for (const char* key : {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}) {
+  if ((types & kNumber) == kInteger) {
+    for (const char* key : {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}) {
       const JsonValue* bound = schema.Find(key);
-      if (bound == nullptr || (types & kFraction) != 0) continue;
-      if (bound->AsDouble() != std::floor(bound->AsDouble()) || std::fabs(bound->AsDouble()) >= 9.2e18) {
-        return Refused(path, key, "expected a whole number of 64 bits beside type integer");
-      }
+      const bool lower = std::string_view(key).find("inimum") != std::string_view::npos;
+      if (bound == nullptr || (lower ? bound->AsDouble() : -bound->AsDouble()) < kMost64) continue;
+      return Refused(path, key,
+                     absl::StrCat("leaves whole numbers beyond 64 bits only, which cannot be enforced: ", bound->text));
     }
   }
   const auto bound = [&](const char* key, double none) {
@@ -324,11 +163,22 @@ absl::Status CheckObject(const Shapes& shapes, const JsonValue& schema, const st
       return Refused(path, "propertyNames", "must be a schema of strings");
     }
   }
+  for (size_t i = 0; properties != nullptr && IsOpen(schema) && i < properties->items.size(); ++i) {
+    if (!IsFalse(&properties->items[i])) continue;
+    return Refused(path, absl::StrCat("properties.", Excerpt(properties->keys[i], 60)),
+                   "a name that nothing may have can be enforced where no further properties are allowed only");
+  }
+  if (const JsonValue* patterns = schema.Find("patternProperties")) {
+    for (size_t i = 0; i < patterns->items.size(); ++i) {
+      if (!IsFalse(&patterns->items[i])) continue;
+      return Refused(path, absl::StrCat("patternProperties.", Excerpt(patterns->keys[i], 60)),
+                     "names that nothing may have cannot be enforced by a pattern");
+    }
+  }
   const JsonValue* least = schema.Find("minProperties");
-  if (least != nullptr && IsOpen(schema) && least->AsDouble() > 1 &&
-      least->AsDouble() > static_cast<double>(RequiredCount(schema))) {
+  if (least != nullptr && least->AsDouble() > 1 && HasAny(schema, {"patternProperties", "propertyNames"})) {
     return Refused(path, "minProperties",
-                   "above 1 can be enforced for declared properties only: one name may come twice");
+                   "above 1 cannot be enforced beside patternProperties or propertyNames: there may be too few names");
   }
   return absl::OkStatus();
 }
@@ -364,31 +214,30 @@ absl::Status CheckEnforced(const JsonValue& root, const JsonValue& schema, const
 
 namespace {
 
-// The formats that the library enforces in a JSON string.
-bool IsKnownFormat(const JsonValue& format) {
-  static const std::unordered_set<std::string_view> kKnown = {
-      "email", "date",     "time", "date-time",     "duration",     "ipv4",         "ipv6",
-      "uuid",  "hostname", "uri",  "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"};
-  return format.is_string() && kKnown.contains(format.text);
-}
-
 // A string that is an element's text, without quotes, is free but for its pattern or length.
-absl::Status CheckElementFormat(const Shapes& shapes, const JsonValue& reference, const std::string& path, int depth) {
+// `seen`: references make many ways to the same schema.
+absl::Status CheckElementFormat(const Shapes& shapes, const JsonValue& reference, const std::string& path,
+                                std::unordered_set<const JsonValue*>* seen) {
   const JsonValue& schema = shapes.Follow(reference);
-  if (!schema.is_object() || depth > kMaxNesting || HasAny(schema, {"const", "enum"})) return absl::OkStatus();
+  if (!schema.is_object() || !seen->insert(&schema).second || HasAny(schema, {"const", "enum"}))
+    return absl::OkStatus();
   for (const char* key : kLists) {
     const JsonValue* list = schema.Find(key);
     for (size_t i = 0; list != nullptr && i < list->items.size(); ++i) {
       const absl::Status status =
-          CheckElementFormat(shapes, list->items[i], absl::StrCat(path, ".", key, "[", i, "]"), depth + 1);
+          CheckElementFormat(shapes, list->items[i], absl::StrCat(path, ".", key, "[", i, "]"), seen);
       if (!status.ok()) return status;
     }
   }
   const JsonValue* format = schema.Find("format");
-  if (format == nullptr || !IsKnownFormat(*format) || (shapes.TypesOf(schema, true) & kString) == 0) {
+  if (format == nullptr || !format->is_string() || !IsKnownFormat(format->text) ||
+      (shapes.TypesOf(schema, true) & kString) == 0) {
     return absl::OkStatus();
   }
-  if (HasAny(schema, {"pattern", "minLength", "maxLength"})) return absl::OkStatus();  // it gives way to them
+  // It gives way to them, or becomes a pattern itself.
+  if (HasAny(schema, {"pattern", "minLength", "maxLength"}) || FormatPattern(format->text) != nullptr) {
+    return absl::OkStatus();
+  }
   return Refused(path, "format", "of an argument that is a string itself cannot be enforced: write a pattern");
 }
 
@@ -401,6 +250,7 @@ absl::Status CheckArgumentsEnforced(const JsonValue& parameters, const std::stri
     std::string path;
     int depth;
   };
+  std::unordered_set<const JsonValue*> seen;
   std::vector<Part> parts = {{&parameters, path, 0}};
   while (!parts.empty()) {
     const Part part = std::move(parts.back());
@@ -416,14 +266,15 @@ absl::Status CheckArgumentsEnforced(const JsonValue& parameters, const std::stri
       }
       const JsonValue* properties = Members(schema);
       for (size_t i = 0; properties != nullptr && i < properties->items.size(); ++i) {
-        const absl::Status status = CheckElementFormat(
-            shapes, properties->items[i], absl::StrCat(part.path, ".properties.", Excerpt(properties->keys[i], 60)), 0);
+        const absl::Status status =
+            CheckElementFormat(shapes, properties->items[i],
+                               absl::StrCat(part.path, ".properties.", Excerpt(properties->keys[i], 60)), &seen);
         if (!status.ok()) return status;
       }
       for (const char* key : {"additionalProperties", "unevaluatedProperties"}) {
         const JsonValue* further = schema.Find(key);
         if (further == nullptr) continue;
-        const absl::Status status = CheckElementFormat(shapes, *further, absl::StrCat(part.path, ".", key), 0);
+        const absl::Status status = CheckElementFormat(shapes, *further, absl::StrCat(part.path, ".", key), &seen);
         if (!status.ok()) return status;
       }
       const JsonValue* least = schema.Find("minProperties");
@@ -446,91 +297,6 @@ absl::Status CheckArgumentsEnforced(const JsonValue& parameters, const std::stri
     }
   }
   return absl::OkStatus();
-}
-
-namespace {
-
-JsonValue Without(const JsonValue& object, std::string_view key) {
-  JsonValue result = JsonValue::Object();
-  for (size_t i = 0; i < object.keys.size(); ++i) {
-    if (object.keys[i] == key) continue;
-    result.keys.push_back(object.keys[i]);
-    result.items.push_back(object.items[i]);
-  }
-  return result;
-}
-
-void MakeEnforceable(JsonValue* schema) {
-  if (!schema->is_object()) return;
-  for (size_t i = 0; i < schema->keys.size(); ++i) {
-    const std::string_view key = schema->keys[i];
-    JsonValue& value = schema->items[i];
-    const auto is = [&](std::initializer_list<std::string_view> words) {
-      return std::find(words.begin(), words.end(), key) != words.end();
-    };
-    if (is({"properties", "patternProperties", "$defs", "definitions", "anyOf", "oneOf", "allOf", "prefixItems"})) {
-      for (JsonValue& item : value.items) MakeEnforceable(&item);
-    } else if (is({"items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames"})) {
-      MakeEnforceable(&value);
-    }
-  }
-  if (HasAny(*schema, {"$ref", "const", "enum", "anyOf", "oneOf", "allOf"})) return;
-  if (const JsonValue* pattern = schema->Find("pattern"); pattern != nullptr && pattern->is_string()) {
-    schema->Set("pattern", JsonValue::String(AsciiPattern(pattern->text)));
-  }
-  if (const JsonValue* patterns = schema->Find("patternProperties"); patterns != nullptr && patterns->is_object()) {
-    JsonValue ascii = JsonValue::Object();
-    for (size_t i = 0; i < patterns->keys.size(); ++i) ascii.Set(AsciiPattern(patterns->keys[i]), patterns->items[i]);
-    schema->Set("patternProperties", std::move(ascii));
-  }
-  if (Has(*schema, "format") && HasAny(*schema, {"pattern", "minLength", "maxLength"}))
-    *schema = Without(*schema, "format");
-  if (const JsonValue* names = schema->Find("propertyNames"); names != nullptr && names->is_bool() && names->boolean) {
-    *schema = Without(*schema, "propertyNames");
-  }
-  if (const JsonValue* prefix = schema->Find("prefixItems"); prefix != nullptr && prefix->is_array()) {
-    JsonValue items = *prefix;
-    for (JsonValue& item : items.items) {
-      if (item.is_bool() && item.boolean) item = JsonValue::Object();
-    }
-    schema->Set("prefixItems", std::move(items));
-  }
-  const JsonValue* type = schema->Find("type");
-  const auto may_be = [&](std::string_view word) {
-    if (type == nullptr) return false;
-    return type->is_string() ? type->text == word
-                             : std::any_of(type->items.begin(), type->items.end(),
-                                           [&](const JsonValue& item) { return item.text == word; });
-  };
-  const bool list = may_be("array"), object = may_be("object") || (type == nullptr && Has(*schema, "properties"));
-  if (list && !HasAny(*schema, {"items", "prefixItems", "unevaluatedItems"}))
-    schema->Set("items", JsonValue::Bool(true));
-  if (!object) return;
-  const bool says =
-      HasAny(*schema, {"properties", "patternProperties", "propertyNames"}) || Further(*schema) != nullptr;
-  if (!says && RequiredCount(*schema) == 0) schema->Set("additionalProperties", JsonValue::Bool(true));
-  const JsonValue* required = schema->Find("required");
-  const JsonValue* further = Further(*schema);
-  if (required == nullptr || IsFalse(further) || HasAny(*schema, {"patternProperties", "propertyNames"})) return;
-  JsonValue properties = JsonValue::Object();
-  if (const JsonValue* declared = schema->Find("properties"); declared != nullptr && declared->is_object()) {
-    properties = *declared;
-  }
-  std::unordered_set<std::string> declared_names(properties.keys.begin(), properties.keys.end());
-  for (const JsonValue& name : required->items) {
-    if (!name.is_string() || !declared_names.insert(name.text).second) continue;
-    properties.keys.push_back(name.text);
-    properties.items.push_back(further == nullptr || further->is_bool() ? JsonValue::Object() : *further);
-  }
-  schema->Set("properties", std::move(properties));
-}
-
-}  // namespace
-
-JsonValue EnforceableSchema(const JsonValue& schema) {
-  JsonValue result = schema;
-  MakeEnforceable(&result);
-  return result;
 }
 
 }  // namespace k3

@@ -16,8 +16,4 @@ absl::Status CheckEnforced(const JsonValue& root, const JsonValue& schema, const
 // an element of markup (K3), for which fewer keywords can be enforced than inside JSON.
 absl::Status CheckArgumentsEnforced(const JsonValue& parameters, const std::string& path, bool elements);
 
-// A schema that means the same, or less, in words that the grammar library follows: members that are required but not
-// declared are declared, lists and objects of anything say so, and formats give way to lengths and patterns.
-JsonValue EnforceableSchema(const JsonValue& schema);
-
 }  // namespace k3

@@ -18,7 +18,7 @@ namespace http = boost::beast::http;
 using BeastError = beast::error_code;
 
 // What the request itself may be refused for, beside what Beast finds.
-enum class Refusal { kNone, kBodyTooLarge, kBudget, kTransferCoding, kTarget, kHost };
+enum class Refusal { kNone, kBodyTooLarge, kBudget, kTransferCoding, kOldChunked, kTarget, kHost };
 
 constexpr uint64_t kChunked = UINT64_MAX;
 
@@ -63,7 +63,10 @@ class Parser : public http::basic_parser<true> {
     // RFC 9112 3.2: with several hosts, a proxy before us may have looked at another one than we would.
     const auto hosts = std::count_if(request.headers.begin(), request.headers.end(),
                                      [](const auto& header) { return absl::EqualsIgnoreCase(header.first, "host"); });
-    if (hosts > 1 || (hosts == 0 && !http_1_0)) Refuse(Refusal::kHost, ec);
+    if (hosts > 1 || (hosts == 0 && !http_1_0)) return Refuse(Refusal::kHost, ec);
+    // RFC 9112 6.1: HTTP/1.0 has no chunks, so a proxy before us may see the request end elsewhere.
+    if (http_1_0 && FindHeader(request.headers, "transfer-encoding").data() != nullptr)
+      Refuse(Refusal::kOldChunked, ec);
   }
   void on_body_init_impl(const boost::optional<uint64_t>&, BeastError&) override {}
   size_t on_body_impl(beast::string_view bytes, BeastError& ec) override { return Keep(bytes, ec); }
@@ -99,6 +102,8 @@ struct HttpRequestParser::Impl {
   State state = State::kHead;
   int status = 0;
   std::string message;
+  size_t scanned = 0;         // bytes of the head that CheckLines has seen and nobody has consumed
+  char consumed_last = '\0';  // the byte before them
 
   void Fail(int error_status, std::string sentence) {
     state = State::kFailed;
@@ -106,7 +111,28 @@ struct HttpRequestParser::Impl {
     message = std::move(sentence);
   }
   void Fail(const BeastError& ec);
+
+  // RFC 9112 2.2 and 5.2: lines of the head end with CR LF and begin with no blank. Beast lets folded lines pass and
+  // sees no end in a head of bare line feeds; a proxy before us may read either otherwise.
+  bool CheckLines(std::string_view bytes);
 };
+
+bool HttpRequestParser::Impl::CheckLines(std::string_view bytes) {
+  for (; scanned < bytes.size(); ++scanned) {
+    const char c = bytes[scanned];
+    const char before = scanned == 0 ? consumed_last : bytes[scanned - 1];
+    if ((c == '\n') != (before == '\r')) {
+      Fail(400, "malformed HTTP request: lines of the head must end with CR LF");
+      return false;
+    }
+    if (before == '\n' && (c == ' ' || c == '\t')) {
+      Fail(400, "malformed HTTP request: a header field must be one line");
+      return false;
+    }
+    if (c == '\n' && scanned >= 3 && bytes.substr(scanned - 3, 4) == "\r\n\r\n") return true;
+  }
+  return true;
+}
 
 void HttpRequestParser::Impl::Fail(const BeastError& ec) {
   switch (parser.refusal) {
@@ -116,6 +142,8 @@ void HttpRequestParser::Impl::Fail(const BeastError& ec) {
       return Fail(503, "too many large requests are being received at once");
     case Refusal::kTransferCoding:
       return Fail(501, "of the transfer codings only 'chunked' is supported");
+    case Refusal::kOldChunked:
+      return Fail(400, "HTTP/1.0 has no Transfer-Encoding");
     case Refusal::kTarget:
       return Fail(400, "the request target has a malformed percent escape");
     case Refusal::kHost:
@@ -147,11 +175,14 @@ size_t HttpRequestParser::Consume(std::string_view bytes) {
   size_t consumed = 0;
   while (impl.state == State::kHead || impl.state == State::kBody) {
     if (consumed == bytes.size() && !parser.is_done()) break;
+    if (impl.state == State::kHead && !impl.CheckLines(bytes.substr(consumed))) break;
     BeastError ec;
     const size_t n = parser.put(boost::asio::buffer(bytes.data() + consumed, bytes.size() - consumed), ec);
     consumed += n;
     if (ec == http::error::need_more) {
       if (n == 0) break;
+      impl.scanned -= std::min(impl.scanned, n);
+      impl.consumed_last = bytes[consumed - 1];
       ec = {};
       if (impl.state == State::kHead && !parser.is_header_done()) break;
     }

@@ -62,7 +62,8 @@ void ReadToolCall(const JsonValue& value, const std::string& path, FieldReader& 
       } else if (arguments->is_object()) {
         call.arguments = *arguments;
       } else {
-        inner.Fail("arguments", "expected a string that holds a JSON object");
+        inner.Fail("arguments",
+                   absl::StrCat("expected a string that holds a JSON object, not ", Described(*arguments)));
       }
     }
     fields.Adopt(inner.status());
@@ -130,8 +131,9 @@ void ReadToolChoice(FieldReader& body, ChatOptions* options) {
   const JsonValue* function = choice->Find("function");
   const JsonValue* name = function == nullptr ? nullptr : function->Find("name");
   if (type == nullptr || !type->is_string() || type->text != "function" || name == nullptr || !name->is_string()) {
-    return body.Fail("tool_choice",
-                     "expected auto, none, required or {\"type\":\"function\",\"function\":{\"name\":...}}");
+    return body.Fail("tool_choice", absl::StrCat("expected auto, none, required or {\"type\":\"function\",\"function\":"
+                                                 "{\"name\":...}}, not ",
+                                                 Described(*choice)));
   }
   options->tool_choice = ToolChoice::kNamed;
   options->tool_choice_name = name->text;
@@ -179,7 +181,7 @@ void ReadThinking(FieldReader& body, bool strict, RequestedReasoning* reasoning)
     } else if (keep->is_string() && (keep->text == "all" || keep->text == "none")) {
       reasoning->keep_history = keep->text == "all";
     } else {
-      thinking.Fail("keep", "expected \"all\" or \"none\"");
+      thinking.Fail("keep", absl::StrCat("expected \"all\" or \"none\", not ", Described(*keep)));
     }
   }
   if (const auto budget = thinking.CappedInteger("budget_tokens", 0, std::numeric_limits<uint32_t>::max())) {
@@ -205,8 +207,12 @@ void ReadReasoning(FieldReader& body, bool strict, RequestedReasoning* reasoning
   const bool keep_given = body.Get("thinking") != nullptr && body.Get("thinking")->Find("keep") != nullptr;
   ReadThinking(body, strict, reasoning);
   const bool keep = reasoning->keep_history;
+  const bool decided = reasoning->effort.has_value();
   ReadEffort(body, "reasoning_effort", strict, reasoning);
+  // What OpenAI means by it, unless something else says whether to think.
+  const bool no_reasoning = !decided && reasoning->effort == Effort::kNone;
   ReadTemplateArguments(body, strict, reasoning);
+  if (no_reasoning && !reasoning->enabled) reasoning->enabled = false;
   if (keep_given) reasoning->keep_history = keep;
 }
 

@@ -15,12 +15,16 @@ constexpr uint32_t kDefaultMaxTokens = 16;
 
 using Prompt = decltype(GenerationRequest::input);
 
-std::optional<Prompt> TokenPrompt(const JsonValue& list) {
+// A failed read names the item.
+std::optional<Prompt> TokenPrompt(const JsonValue& list, const std::string& path, FieldReader& body) {
   std::vector<uint32_t> ids;
   ids.reserve(list.items.size());
   for (const JsonValue& item : list.items) {
     const std::optional<int64_t> id = WholeNumber(item);
-    if (!id || *id < 0 || *id > std::numeric_limits<uint32_t>::max()) return std::nullopt;
+    if (!id || *id < 0 || *id > std::numeric_limits<uint32_t>::max()) {
+      body.Fail(path, absl::StrCat("expected token ids, whole numbers from 0 up, not ", Described(item)));
+      return std::nullopt;
+    }
     ids.push_back(static_cast<uint32_t>(*id));
   }
   return Prompt(std::move(ids));
@@ -50,7 +54,7 @@ std::vector<Prompt> ReadPrompts(FieldReader& body) {
   constexpr std::string_view kForms =
       "expected a string, a list of strings, a list of token ids, or a list of such lists";
   if (!value->is_array()) {
-    body.Fail("prompt", kForms);
+    body.Fail("prompt", absl::StrCat(std::string(kForms), ", not ", Described(*value)));
     return prompts;
   }
   if (value->items.empty()) {
@@ -58,11 +62,8 @@ std::vector<Prompt> ReadPrompts(FieldReader& body) {
     return prompts;
   }
   if (value->items[0].is_number()) {
-    std::optional<Prompt> ids = TokenPrompt(*value);
-    if (!ids) {
-      body.Fail("prompt", "expected token ids");
-      return prompts;
-    }
+    std::optional<Prompt> ids = TokenPrompt(*value, "prompt", body);
+    if (!ids) return prompts;
     prompts.push_back(std::move(*ids));
     return prompts;
   }
@@ -75,18 +76,15 @@ std::vector<Prompt> ReadPrompts(FieldReader& body) {
     const JsonValue& item = value->items[i];
     const std::string path = absl::StrCat("prompt[", i, "]");
     if (texts ? !item.is_string() : !item.is_array()) {
-      body.Fail("prompt", kForms);
+      body.Fail("prompt", absl::StrCat(std::string(kForms), ", not one with ", Described(item), " at ", i));
       return prompts;
     }
     if (texts ? item.text.empty() : item.items.empty()) {
       body.Fail(path, "must not be empty");
       return prompts;
     }
-    std::optional<Prompt> prompt = texts ? TextPrompt(item.text, control_tokens) : TokenPrompt(item);
-    if (!prompt) {
-      body.Fail(path, "expected token ids");
-      return prompts;
-    }
+    std::optional<Prompt> prompt = texts ? TextPrompt(item.text, control_tokens) : TokenPrompt(item, path, body);
+    if (!prompt) return prompts;
     prompts.push_back(std::move(*prompt));
   }
   return prompts;

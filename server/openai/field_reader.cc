@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/error_details.h"
 #include "server/text/field_error.h"
 
 namespace k3 {
@@ -26,6 +27,20 @@ std::string_view KindName(const JsonValue& value) {
       return "an object";
   }
   return "";
+}
+
+std::string Described(const JsonValue& value) {
+  switch (value.kind) {
+    case JsonValue::Kind::kBool:
+      return value.boolean ? "true" : "false";
+    case JsonValue::Kind::kInteger:
+    case JsonValue::Kind::kFloat:
+      return Excerpt(value.text, 40);
+    case JsonValue::Kind::kString:
+      return absl::StrCat("the string \"", Excerpt(value.text, 60), "\"");
+    default:
+      return std::string(KindName(value));
+  }
 }
 
 std::optional<int64_t> WholeNumber(const JsonValue& value, int* overflow) {
@@ -97,7 +112,7 @@ std::optional<double> FieldReader::Number(std::string_view key, double low, doub
   }
   const double number = value->AsDouble();
   if (number >= low && number <= high) return number;
-  Fail(key, absl::StrCat("must be from ", low, " to ", high));
+  Fail(key, absl::StrCat("must be from ", low, " to ", high, ", not ", Described(*value)));
   return std::nullopt;
 }
 
@@ -112,9 +127,9 @@ std::optional<int64_t> FieldReader::Integer(std::string_view key, int64_t low, i
   const std::optional<int64_t> number = WholeNumber(*value, &overflow);
   if (number && *number >= low && *number <= high) return number;
   if (number || overflow != 0) {
-    Fail(key, absl::StrCat("must be from ", low, " to ", high));
+    Fail(key, absl::StrCat("must be from ", low, " to ", high, ", not ", Described(*value)));
   } else {
-    Fail(key, "expected an integer");
+    Fail(key, absl::StrCat("expected an integer, not ", Described(*value)));
   }
   return std::nullopt;
 }
@@ -131,9 +146,9 @@ std::optional<int64_t> FieldReader::CappedInteger(std::string_view key, int64_t 
   if (overflow > 0 || (number && *number > cap)) return cap;
   if (number && *number >= low) return number;
   if (number || overflow < 0) {
-    Fail(key, absl::StrCat("must be at least ", low));
+    Fail(key, absl::StrCat("must be at least ", low, ", not ", Described(*value)));
   } else {
-    Fail(key, "expected an integer");
+    Fail(key, absl::StrCat("expected an integer, not ", Described(*value)));
   }
   return std::nullopt;
 }

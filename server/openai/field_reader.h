@@ -52,6 +52,9 @@ class FieldReader {
 // What kind of value this is, for messages: "a string", "an object", ...
 std::string_view KindName(const JsonValue& value);
 
+// The value itself, as far as it is short, for messages about what came instead: 1.5, the string "x", an object.
+std::string Described(const JsonValue& value);
+
 // The number if it is whole and fits; 5.0 and 1e3 count. `overflow` (may be null) is set to -1 or 1 when it is whole
 // but lies outside int64.
 std::optional<int64_t> WholeNumber(const JsonValue& value, int* overflow = nullptr);

@@ -124,9 +124,9 @@ OpenAiError ErrorOf(const absl::Status& status, OpenAiRoute route, std::string_v
   error.code = CodeOf(details);
   if (!details.fields.empty()) {
     error.param = ParamOf(details.fields[0].path, route, max_tokens_field, prompt);
-    error.message = error.code == "context_length_exceeded" || error.code == "model_not_found"
-                        ? error.message
-                        : absl::StrCat(error.param, ": ", details.fields[0].description);
+    if (error.code != "model_not_found") {
+      error.message = absl::StrCat(error.param, ": ", details.fields[0].description);
+    }
   } else if (status.code() == absl::StatusCode::kFailedPrecondition) {
     error.param = ParamOf("input", route, max_tokens_field, prompt);
   } else {

@@ -23,7 +23,9 @@ std::optional<float> ReadFloat(FieldReader& body, std::string_view key, double l
 void ReadTopP(FieldReader& body, GenerationRequest* request) {
   const std::optional<double> top_p = body.Number("top_p", 0, 1);
   // A positive double may round to the float 0.
-  if (top_p && *top_p <= 0) return body.Fail("top_p", "must be above 0 and at most 1");
+  if (top_p && *top_p <= 0) {
+    return body.Fail("top_p", absl::StrCat("must be above 0 and at most 1, not ", Described(*body.Get("top_p"))));
+  }
   if (top_p) request->sampling.top_p = std::max(static_cast<float>(*top_p), std::numeric_limits<float>::min());
 }
 
@@ -42,7 +44,7 @@ void ReadSeed(FieldReader& body, GenerationRequest* request) {
     uint64_t seed = 0;  // as gRPC takes it: above int64 too
     const char* const end = value->text.data() + value->text.size();
     if (std::from_chars(value->text.data(), end, seed).ec != std::errc()) {
-      return body.Fail("seed", "must fit into 64 bits");
+      return body.Fail("seed", absl::StrCat("must fit into 64 bits, not ", Described(*value)));
     }
     request->sampling.seed = seed;
     return;
@@ -64,11 +66,15 @@ void ReadLogitBias(FieldReader& body, GenerationRequest* request) {
     const char* const end = key.data() + key.size();
     const auto parsed = std::from_chars(key.data(), end, id);
     if (parsed.ec != std::errc() || parsed.ptr != end) {
-      return body.Fail("logit_bias", absl::StrCat("\"", Excerpt(key), "\" is no token id"));
+      return body.Fail("logit_bias",
+                       absl::StrCat("expected token ids as keys, whole numbers from 0 up to the vocabulary's "
+                                    "last, not \"",
+                                    Excerpt(key, 60), "\""));
     }
     const double bias = object->items[i].AsDouble();
     if (!object->items[i].is_number() || !(bias >= -100 && bias <= 100)) {
-      return body.Fail("logit_bias", absl::StrCat("the value of ", id, " must be a number from -100 to 100"));
+      return body.Fail("logit_bias", absl::StrCat("the value of ", id, " must be a number from -100 to 100, not ",
+                                                  Described(object->items[i])));
     }
     request->sampling.logit_bias.emplace_back(id, static_cast<float>(bias));
   }
@@ -84,11 +90,14 @@ void ReadStop(FieldReader& body, GenerationRequest* request) {
       return body.Fail("stop", absl::StrCat("has ", stop->items.size(), " strings; at most ", kMaxStopStrings));
     }
     for (const JsonValue& item : stop->items) {
-      if (!item.is_string()) return body.Fail("stop", "expected a string or a list of strings");
+      if (!item.is_string()) {
+        return body.Fail("stop",
+                         absl::StrCat("expected a string or a list of strings, not ", Described(item), " in it"));
+      }
       request->stopping.stop.push_back(item.text);
     }
   } else {
-    return body.Fail("stop", "expected a string or a list of strings");
+    return body.Fail("stop", absl::StrCat("expected a string or a list of strings, not ", Described(*stop)));
   }
   for (const std::string& text : request->stopping.stop) {
     if (text.empty()) return body.Fail("stop", "a stop string must not be empty");
@@ -104,7 +113,8 @@ void ReadStopTokenIds(FieldReader& body, GenerationRequest* request) {
   for (const JsonValue& item : ids->items) {
     const std::optional<int64_t> id = WholeNumber(item);
     if (!id || *id < 0 || *id > std::numeric_limits<uint32_t>::max()) {
-      return body.Fail("stop_token_ids", "expected token ids");
+      return body.Fail("stop_token_ids",
+                       absl::StrCat("expected token ids, whole numbers from 0 up, not ", Described(item)));
     }
     request->stopping.stop_token_ids.push_back(static_cast<uint32_t>(*id));
   }
@@ -155,7 +165,7 @@ void ReadJsonSchemaFormat(FieldReader& body, const JsonValue& format, const Open
   }
   const JsonValue schema = SchemaOfResponseFormat(format);
   const std::optional<std::string> text = SchemaText(schema);
-  if (!text) return body.Fail("response_format", "json_schema.schema must be a JSON schema");
+  if (!text) return body.Fail(path, absl::StrCat("expected a JSON schema: an object, not ", Described(schema)));
   SetConstraint(body, RequestedConstraint::Kind::kJsonSchema, *text, std::move(path), request);
 }
 
@@ -164,7 +174,11 @@ void ReadResponseFormat(FieldReader& body, const OpenAiOptions& options, Generat
   const JsonValue* format = body.Object("response_format");
   if (format == nullptr) return;
   const JsonValue* type = format->Find("type");
-  if (type == nullptr || !type->is_string()) return body.Fail("response_format", "type must be a string");
+  if (type == nullptr || !type->is_string()) {
+    return body.Fail("response_format", type == nullptr
+                                            ? std::string("needs a type: text, json_object or json_schema")
+                                            : absl::StrCat("type must be a string, not ", Described(*type)));
+  }
   if (type->text == "text") return;
   if (type->text == "json_object") return SetConstraint(body, Kind::kJsonObject, "", "response_format", request);
   if (type->text == "json_schema") return ReadJsonSchemaFormat(body, *format, options, request);
@@ -189,10 +203,9 @@ void ReadResponseFormat(FieldReader& body, const OpenAiOptions& options, Generat
 }
 
 // One of these texts, as a grammar: a choice is plain text, not a JSON string.
-std::optional<std::string> ChoiceGrammar(const JsonValue& choices) {
+std::string ChoiceGrammar(const JsonValue& choices) {
   std::string ebnf = "root ::= ";
   for (size_t i = 0; i < choices.items.size(); ++i) {
-    if (!choices.items[i].is_string()) return std::nullopt;
     if (i > 0) ebnf += " | ";
     ebnf += '"';
     AppendJsonEscaped(choices.items[i].text, &ebnf);
@@ -214,16 +227,21 @@ void ReadGuided(FieldReader& fields, std::string_view prefix, GenerationRequest*
   const auto key = [&](const char* name) { return absl::StrCat(std::string(prefix), name); };
   if (const JsonValue* schema = fields.Get(key("json"))) {
     const std::optional<std::string> text = SchemaText(*schema);
-    if (!text) return fields.Fail(key("json"), "expected a JSON schema");
+    if (!text) {
+      return fields.Fail(key("json"),
+                         absl::StrCat("expected a JSON schema: an object or its text, not ", Described(*schema)));
+    }
     set(Kind::kJsonSchema, key("json"), *text);
   }
   if (const auto regex = fields.String(key("regex"))) set(Kind::kRegex, key("regex"), *regex);
   if (const auto grammar = fields.String(key("grammar"))) set(Kind::kEbnf, key("grammar"), *grammar);
   if (const JsonValue* choices = fields.Array(key("choice"))) {
     if (choices->items.empty()) return fields.Fail(key("choice"), "the list of choices is empty");
-    const std::optional<std::string> ebnf = ChoiceGrammar(*choices);
-    if (!ebnf) return fields.Fail(key("choice"), "expected a list of strings");
-    set(Kind::kEbnf, key("choice"), *ebnf);
+    for (const JsonValue& choice : choices->items) {
+      if (choice.is_string()) continue;
+      return fields.Fail(key("choice"), absl::StrCat("expected a list of strings, not ", Described(choice), " in it"));
+    }
+    set(Kind::kEbnf, key("choice"), ChoiceGrammar(*choices));
   }
   if (fields.Bool(key("json_object")).value_or(false)) set(Kind::kJsonObject, key("json_object"), "");
   if (const auto tag = fields.String(key("structural_tag"))) {

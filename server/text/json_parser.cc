@@ -30,6 +30,10 @@ class Parser {
       Fail("invalid UTF-8");
       return status_;
     }
+    if (text_.starts_with("\xef\xbb\xbf")) {
+      Fail("expected JSON, not a byte order mark");
+      return status_;
+    }
     JsonValue value;
     SkipBlanks();
     if (ParseValue(&value)) {

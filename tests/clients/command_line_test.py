@@ -29,6 +29,24 @@ class ExitCodesTest(unittest.TestCase):
             self.assertEqual(run(*args).returncode, 2, args)
         self.assertIn("did you mean --port?", run("serve", MODEL, "--prot", "1").stderr)
 
+    def test_keys_that_no_header_can_carry(self):
+        for key in ("schl\u00fcssel", "two words", "\u00fc", " "):
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8") as keys:
+                keys.write(key + "\n")
+                keys.flush()
+                for args in (["generate", "--target", "127.0.0.1:1", "hi"], ["verify", "--target", "127.0.0.1:1"],
+                             ["bench", "--target", "127.0.0.1:1"], ["bench", "--url", "http://127.0.0.1:1"]):
+                    result = run(*args, "--api-key-file", keys.name)
+                    self.assertEqual(result.returncode, 2, (args, result))
+                    self.assertIn("is no key: expected printable ASCII", result.stderr)
+                    self.assertNotIn(key.strip() or "no such text", result.stderr)
+
+    def test_unknown_variables_are_named(self):
+        result = run("serve", "/nowhere", "--port", "off", "--grpc-port", "0",
+                     env={"K3SERVE_PROT": "8", "K3SERVE_SERVICE_HOST": "10.0.0.1", "K3SERVE_LOG_LEVEL": "info"})
+        self.assertIn("unknown environment variable K3SERVE_PROT has no effect; did you mean K3SERVE_PORT?", result.stderr)
+        self.assertEqual(result.stderr.count("unknown environment variable"), 1, result.stderr)
+
     def test_help_and_version(self):
         for args in (["--help"], ["serve", "--help"], ["generate", "--help"], ["plan", "--help"], ["version"]):
             result = run(*args)

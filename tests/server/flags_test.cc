@@ -143,6 +143,14 @@ TEST(FlagsTest, ServiceLinkVariablesOfKubernetesAreNoPorts) {
   EXPECT_EQ(f.port, 80);
 }
 
+TEST(FlagsTest, VariablesThatAreNoFlagsAreNamed) {
+  Fixture f;
+  EXPECT_THAT(f.flags.UnknownVariables("P_", {"P_COUNT", "P_CUONT", "PATH", "P_SERVICE_HOST", "P_PORT_80_TCP_ADDR",
+                                              "P_SERVICE_PORT_HTTP", "P_PORT", "P_"}),
+              ElementsAre(HasSubstr("unknown environment variable P_ "),
+                          HasSubstr("unknown environment variable P_CUONT has no effect; did you mean P_COUNT?")));
+}
+
 TEST(FlagsTest, EditDistanceCountsSwapsOnce) {
   EXPECT_EQ(EditDistance("abc", "abc"), 0);
   EXPECT_EQ(EditDistance("abc", "acb"), 1);

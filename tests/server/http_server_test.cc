@@ -255,6 +255,23 @@ TEST_F(HttpServerTest, MalformedRequestsAreRefusedAndTheConnectionCloses) {
       {"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501},
       {"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", 400},
       {"GET /echo HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n", 400},
+      {"GET /echo HTTP/1.1\r\nHost : x\r\n\r\n", 400},
+      // What HTTP/1.0 does not know.
+      {"POST /echo HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n", 400},
+      {"POST /echo HTTP/1.0\r\nHost: x\r\ntransfer-encoding: chunked\r\nContent-Length: 3\r\n\r\nabc", 400},
+      // Lines that are folded, or end otherwise than with CR LF.
+      {"GET /echo HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n", 400},
+      {"GET /echo HTTP/1.1\r\nHost: x\r\nA: b\r\n\tContent-Length: 3\r\n\r\n", 400},
+      {"GET /echo HTTP/1.1\r\n Host: x\r\n\r\n", 400},
+      {"GET /echo HTTP/1.1\nHost: x\n\n", 400},
+      {"GET /echo HTTP/1.1\nHost: x\r\n\r\n", 400},
+      {"GET /echo HTTP/1.1\r\nHost: x\nA: b\r\n\r\n", 400},
+      {"GET /echo HTTP/1.1\r\nHost: x\r\n\n", 400},
+      {"GET /echo HTTP/1.1\r\nHost: x\r\nA: b\rc\r\n\r\n", 400},
+      {"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\nabc\r\n0\r\n\r\n", 400},
+      {"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\n0\r\n\r\n", 400},
+      {"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: +3\r\n\r\nabc", 400},
+      {"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 3, 4\r\n\r\nabc", 400},
       {"GET /" + std::string(100000, 'a') + " HTTP/1.1\r\nHost: x\r\n\r\n", 431},
       {"GET / HTTP/1.1\r\nHost: x\r\nX: " + std::string(100000, 'a') + "\r\n\r\n", 431},
   };
@@ -267,6 +284,27 @@ TEST_F(HttpServerTest, MalformedRequestsAreRefusedAndTheConnectionCloses) {
     EXPECT_EQ(reply->Header("connection"), "close");
     client.HalfClose();
     EXPECT_TRUE(client.WaitForClose());
+  }
+}
+
+// The bytes of a head are looked at once each, in whatever pieces they come, and those of a body never.
+TEST_F(HttpServerTest, LinesOfAHeadAreCheckedInAnyPieces) {
+  const std::string good = "POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\na\nb\r c";
+  const std::string folded = "GET /echo HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n";
+  for (size_t cut = 1; cut < good.size(); ++cut) {
+    HttpClient client(port());
+    client.Send(good.substr(0, cut));
+    client.Send(good.substr(cut));
+    auto reply = client.ReadReply();
+    ASSERT_TRUE(reply) << cut;
+    EXPECT_EQ(reply->body, "POST  a\nb\r c") << cut;
+    if (cut >= folded.size()) continue;
+    HttpClient refused(port());
+    refused.Send(folded.substr(0, cut));
+    refused.Send(folded.substr(cut));
+    reply = refused.ReadReply();
+    ASSERT_TRUE(reply) << cut;
+    EXPECT_EQ(reply->status, 400) << cut;
   }
 }
 

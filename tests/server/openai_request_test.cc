@@ -1,10 +1,13 @@
 #include "server/openai/openai_request.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "tests/testing/openai_server.h"
 
@@ -242,6 +245,59 @@ TEST_F(OpenAiRequestTest, LogitBias) {
   }
   Accepted(ChatBody({{"logit_bias", Parse(R"({"4095":-100})")}}));
   Accepted(ChatBody({{"logit_bias", Json::object()}}));
+}
+
+// What is wrong names the field, what was expected and what came.
+TEST_F(OpenAiRequestTest, MessagesSayWhatCame) {
+  const auto message = [this](const std::string& body, const char* path = kChat) {
+    const OpenAiReply reply = server_.PostText(path, body);
+    EXPECT_EQ(reply.status, 400) << body;
+    return reply.body["error"]["message"].get<std::string>();
+  };
+  const auto with = [&](const std::string& member) {
+    return message(R"({"messages":[{"role":"user","content":"a"}],)" + member + "}");
+  };
+  const std::pair<const char*, std::vector<const char*>> cases[] = {
+      {R"("logit_bias":{"abc":1})", {"logit_bias: ", "token ids", "not \"abc\""}},
+      {R"("logit_bias":{"-1":1})", {"logit_bias: ", "from 0", "not \"-1\""}},
+      {R"("logit_bias":{"99999999999":1})", {"logit_bias: ", "token ids", "not \"99999999999\""}},
+      {R"("logit_bias":{"4096":1})", {"logit_bias: ", "from 0 to 4095, not 4096"}},
+      {R"("logit_bias":{"5":101})", {"logit_bias: ", "from -100 to 100, not 101"}},
+      {R"("logit_bias":{"5":"x"})", {"logit_bias: ", "from -100 to 100, not the string \"x\""}},
+      {R"("max_tokens":1e30)", {"max_tokens: ", "at least 4294967295", "limit of 512"}},
+      {R"("max_tokens":1.5)", {"max_tokens: expected an integer, not 1.5"}},
+      {R"("max_tokens":-3)", {"max_tokens: must be at least 1, not -3"}},
+      {R"("min_tokens":1e30)", {"min_tokens: at least 4294967295"}},
+      {R"("temperature":3)", {"temperature: must be from 0 to 2, not 3"}},
+      {R"("top_p":0)", {"top_p: must be above 0 and at most 1, not 0"}},
+      {R"("seed":99999999999999999999999)", {"seed: must fit into 64 bits, not 99999999999999999999999"}},
+      {R"("n":1000)", {"n: must be from 1 to 128, not 1000"}},
+      {R"("stop":5)", {"stop: expected a string or a list of strings, not 5"}},
+      {R"("stop":["a",5])", {"stop: expected a string or a list of strings, not 5 in it"}},
+      {R"("stop_token_ids":[-1])", {"stop_token_ids: expected token ids", "not -1"}},
+      {R"("guided_regex":"")", {"guided_regex: is empty"}},
+      {R"("guided_grammar":"")", {"guided_grammar: is empty"}},
+      {R"("guided_json":"")", {"guided_json: is empty"}},
+      {R"("guided_json":5)", {"guided_json: expected a JSON schema: an object or its text, not 5"}},
+      {R"("guided_choice":["a",5])", {"guided_choice: expected a list of strings, not 5 in it"}},
+      {R"("response_format":{"type":"json_schema","json_schema":{"name":"n","schema":"x"}})",
+       {"response_format.json_schema.schema: expected a JSON schema, not the text \"x\": expected a value at byte 0"}},
+      {R"("response_format":{"type":"json_schema","json_schema":{"name":"n","schema":5}})",
+       {"response_format.json_schema.schema: expected a JSON schema: an object, not 5"}},
+      {R"("response_format":{"type":7})", {"response_format: type must be a string, not 7"}},
+      {R"("response_format":{})", {"response_format: needs a type"}},
+      {R"("tool_choice":5)", {"tool_choice: expected auto, none, required or", "not 5"}},
+      {R"("thinking":{"keep":5})", {"thinking.keep: expected \"all\" or \"none\", not 5"}},
+  };
+  for (const auto& [member, parts] : cases) {
+    const std::string text = with(member);
+    for (const char* part : parts) EXPECT_THAT(text, ::testing::HasSubstr(part)) << member;
+  }
+  EXPECT_THAT(message("\xef\xbb\xbf{\"messages\":[]}"), ::testing::HasSubstr("not a byte order mark at byte 0"));
+  EXPECT_THAT(message(R"({"prompt":[1,"a"]})", kCompletions), ::testing::HasSubstr("not the string \"a\""));
+  EXPECT_THAT(message(R"({"prompt":5})", kCompletions), ::testing::HasSubstr("or a list of such lists, not 5"));
+  EXPECT_THAT(message(R"({"prompt":"a","max_tokens":1e30})", kCompletions),
+              ::testing::HasSubstr("max_tokens: the prompt has"));
 }
 
 // B28
@@ -488,6 +544,15 @@ TEST_F(OpenAiRequestTest, EffortAndThinkingInThreeSpellings) {
   EXPECT_NE(off, max);
   EXPECT_EQ(ids({{"chat_template_kwargs", {{"thinking", false}}}}), off);
   EXPECT_EQ(ids({{"thinking", {{"type", "disabled"}}}, {"chat_template_kwargs", {{"thinking", true}}}}), off);
+  // "none" in OpenAI's field switches thinking off; in the vendor's it says nothing about effort, and thinking stays on.
+  const Json silent = ids({{"thinking", {{"effort", "none"}}}});
+  EXPECT_NE(silent, off);
+  EXPECT_LT(silent.size(), max.size());
+  EXPECT_EQ(ids({{"chat_template_kwargs", {{"thinking_effort", "none"}}}}), silent);
+  EXPECT_EQ(ids({{"reasoning_effort", "none"}}), off);
+  EXPECT_EQ(ids({{"reasoning_effort", "none"}, {"thinking", {{"type", "enabled"}}}}), silent);
+  EXPECT_EQ(ids({{"reasoning_effort", "none"}, {"chat_template_kwargs", {{"thinking", true}}}}), silent);
+  EXPECT_EQ(ids({{"reasoning_effort", "none"}, {"thinking", {{"effort", "low"}}}}), low);
   // History reasoning is kept unless the client says otherwise.
   const Json history =
       Parse(R"([{"role":"user","content":"a"},{"role":"assistant","content":"b","reasoning_content":"because"},

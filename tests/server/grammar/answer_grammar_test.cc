@@ -10,7 +10,9 @@
 #include <memory>
 #include <random>
 #include <regex>
+#include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "nlohmann/json.hpp"
@@ -88,6 +90,22 @@ bool Fits(const Json& value, const Json& schema, const Json& root) {
     }
   }
   return true;
+}
+
+// Whether some object in the text names a member twice.
+bool NamesTwice(const std::string& text) {
+  std::vector<std::set<std::string>> open;
+  bool twice = false;
+  const Json value = Json::parse(
+      text,
+      [&](int, Json::parse_event_t event, const Json& parsed) {
+        if (event == Json::parse_event_t::object_start) open.emplace_back();
+        if (event == Json::parse_event_t::object_end) open.pop_back();
+        if (event == Json::parse_event_t::key) twice = !open.back().insert(parsed.get<std::string>()).second || twice;
+        return true;
+      },
+      /*allow_exceptions=*/false);
+  return twice;
 }
 
 void ExpectFits(const std::string& text, const Json& schema) {
@@ -213,9 +231,10 @@ class AnswerGrammarTest : public ::testing::Test {
     return compiled.ok() ? *compiled : nullptr;
   }
 
-  // Tokens chosen at random among those allowed, with a taste for those that end things.
+  // Tokens chosen at random among those allowed, with a taste for those that end things, or for those made of the
+  // characters `favourites`.
   Answer Walk(const CompiledGrammar& grammar, std::shared_ptr<const Tokenizer> tokenizer, ChatFormat format,
-              OpenChannel open, int limit = 400) {
+              OpenChannel open, int limit = 400, std::string_view favourites = "") {
     const auto constraint = grammar.NewConstraint();
     const auto parser = MakeOutputParser(tokenizer, format, open, 0);
     const int32_t vocab_size = tokenizer->vocab_size() + 64;
@@ -234,13 +253,15 @@ class AnswerGrammarTest : public ::testing::Test {
         }
         allowed.push_back(id);
         const std::string_view bytes = tokenizer->TokenBytes(id);
-        if (tokenizer->IsSpecial(id) || bytes.find_first_of("\"}],") != std::string_view::npos) ending.push_back(id);
+        const bool ends = tokenizer->IsSpecial(id) || bytes.find_first_of("\"}],") != std::string_view::npos;
+        const bool liked = tokenizer->IsSpecial(id) || bytes.find_first_not_of(favourites) == std::string_view::npos;
+        if (favourites.empty() ? ends : liked) ending.push_back(id);
       }
       if (allowed.empty()) {
         ADD_FAILURE() << "a dead end after " << answer.text;
         return answer;
       }
-      const auto& from = !ending.empty() && random_() % 2 == 0 ? ending : allowed;
+      const auto& from = !ending.empty() && (!favourites.empty() || random_() % 2 == 0) ? ending : allowed;
       const int32_t id = from[random_() % from.size()];
       EXPECT_TRUE(constraint->Accept(id));
       answer.text += tokenizer->TokenBytes(id);
@@ -311,6 +332,159 @@ TEST_F(AnswerGrammarTest, ToolCallsParseAndFit) {
     }
     EXPECT_GT(calls, 50);
   }
+}
+
+TEST_F(AnswerGrammarTest, MembersAreNamedOnce) {
+  const Json schemas[] = {
+      Json::parse(R"({"type":"object","additionalProperties":{"type":"integer"},"maxProperties":6})"),
+      Json::parse(R"({"type":"object","additionalProperties":{"type":"boolean"},"minProperties":4,"maxProperties":4})"),
+      Json::parse(R"({"type":"object","properties":{"a":{"type":"integer"}},"required":["a"],"additionalProperties":
+          {"type":"integer"},"maxProperties":6})"),
+      Json::parse(R"({"type":"object","patternProperties":{"^a{1,9}$":{"type":"integer"}},
+          "maxProperties":6})"),
+      Json::parse(R"({"type":"object","propertyNames":{"maxLength":3},"additionalProperties":{"type":"integer"},
+          "maxProperties":4})"),
+      Json::parse(
+          R"({"type":"object","propertyNames":{"enum":["a","aa","aaa"]},"additionalProperties":{"type":"integer"}})"),
+      Json::parse(R"({"type":"array","items":{"type":"object"},"minItems":2,"maxItems":3})"),
+  };
+  for (const bool tool : {false, true}) {
+    int finished = 0, members = 0;
+    for (const Json& schema : schemas) {
+      const Json parameters = {{"type", "object"}, {"properties", {{"x", schema}}}, {"required", {"x"}}};
+      GenerationRequest request =
+          Chat(tool ? Json::array({Tool("f", parameters)}) : Json(), tool ? ToolChoice::kRequired : ToolChoice::kAuto);
+      request.parallel_tool_calls = false;
+      if (!tool) Constrain(&request, RequestedConstraint::Kind::kJsonSchema, schema.dump());
+      const auto grammar = Build(request, *Tiny(), OpenChannel::kContent);
+      ASSERT_TRUE(grammar.has_value()) << schema;
+      const auto compiled = Compile(grammar->root, *Tiny());
+      ASSERT_NE(compiled, nullptr) << schema;
+      for (int i = 0; i < 12; ++i) {
+        const Answer answer = Walk(*compiled, Tiny(), ChatFormat::kXtml, OpenChannel::kContent, 500, "{\":a1,}]t");
+        if (!answer.finished) continue;
+        const std::string text = tool ? answer.output.calls.at(0).arguments : answer.output.content;
+        ++finished;
+        members += static_cast<int>(std::count(text.begin(), text.end(), ':'));
+        EXPECT_FALSE(NamesTwice(text)) << schema << text;
+        const Json value = Json::parse(text);
+        EXPECT_TRUE(Fits(tool ? value["x"] : value, schema, schema)) << schema << text;
+      }
+    }
+    EXPECT_GT(finished, 20);
+    EXPECT_GT(members, 60);
+  }
+}
+
+// The keys of argument elements too, and where all names that there are have been used the answer still ends.
+TEST_F(AnswerGrammarTest, ArgumentsAreNamedOnce) {
+  GenerationRequest request = Chat(Json::array({Tool("f", Json::parse(R"({"type":"object","additionalProperties":
+      {"type":"boolean"}})"))}),
+                                   ToolChoice::kRequired);
+  const auto grammar = Build(request, *Tiny(), OpenChannel::kContent);
+  const auto compiled = Compile(grammar->root, *Tiny());
+  int arguments = 0;
+  for (int i = 0; i < 30; ++i) {
+    const Answer answer =
+        Walk(*compiled, Tiny(), ChatFormat::kXtml, OpenChannel::kContent, 300, "\"abcrgumentkylse= to");
+    for (const auto& call : answer.output.calls) {
+      if (!call.complete) continue;
+      EXPECT_FALSE(NamesTwice(call.arguments)) << call.arguments;
+      arguments += static_cast<int>(Json::parse(call.arguments).size());
+    }
+  }
+  EXPECT_GT(arguments, 4);
+  GenerationRequest few = Chat(nullptr, ToolChoice::kAuto);
+  Constrain(&few, RequestedConstraint::Kind::kJsonSchema,
+            R"({"type":"object","patternProperties":{"^[ab]$":{"type":"integer"}},"minProperties":1})");
+  const auto compiled_few = Compile(Build(few, *Tiny(), OpenChannel::kContent)->root, *Tiny());
+  for (int i = 0; i < 20; ++i) Walk(*compiled_few, Tiny(), ChatFormat::kXtml, OpenChannel::kContent, 200, "{\":ab1,");
+}
+
+TEST_F(AnswerGrammarTest, StringsOfDifferentLengthsAtOnePlaceNeverEndInNothing) {
+  const Json schemas[] = {
+      Json::parse(R"({"anyOf":[{"type":"string","maxLength":2},{"type":"string","minLength":5,"maxLength":7}]})"),
+      Json::parse(R"({"anyOf":[{"const":"N/A"},{"type":"string","minLength":10,"maxLength":12}]})"),
+      Json::parse(R"({"anyOf":[{"type":"string","maxLength":30},{"type":"string","minLength":5,"maxLength":40}]})"),
+      Json::parse(
+          R"({"anyOf":[{"type":"object","properties":{"kind":{"const":"x"},"v":{"type":"string","maxLength":20}},
+          "required":["kind","v"],"additionalProperties":false},{"type":"object","properties":{"kind":{"const":"y"},
+          "v":{"type":"string","minLength":30,"maxLength":60}},"required":["kind","v"],"additionalProperties":false}]})"),
+      Json::parse(R"({"anyOf":[{"type":"object","properties":{"v":{"type":"string","maxLength":2},"a":{"type":"null"}},
+          "required":["v","a"],"additionalProperties":false},{"type":"object","properties":{"v":{"type":"string","minLength":5,
+          "maxLength":9},"b":{"type":"null"}},"required":["v","b"],"additionalProperties":false}]})"),
+  };
+  for (const bool tool : {false, true}) {
+    for (const Json& schema : schemas) {
+      const Json parameters = {{"type", "object"}, {"properties", {{"x", schema}}}, {"required", {"x"}}};
+      GenerationRequest request =
+          Chat(tool ? Json::array({Tool("f", parameters)}) : Json(), tool ? ToolChoice::kRequired : ToolChoice::kAuto);
+      request.parallel_tool_calls = false;
+      if (!tool) Constrain(&request, RequestedConstraint::Kind::kJsonSchema, schema.dump());
+      const auto grammar = Build(request, *Tiny(), OpenChannel::kContent);
+      ASSERT_TRUE(grammar.has_value()) << schema;
+      const auto compiled = Compile(grammar->root, *Tiny());
+      ASSERT_NE(compiled, nullptr) << schema;
+      std::set<size_t> lengths;
+      for (int i = 0; i < 40; ++i) {
+        const Answer answer = Walk(*compiled, Tiny(), ChatFormat::kXtml, OpenChannel::kContent, 600);
+        if (!answer.finished) continue;
+        const Json value = Json::parse(tool ? answer.output.calls.at(0).arguments : answer.output.content);
+        EXPECT_TRUE(Fits(tool ? value["x"] : value, schema, schema)) << schema << value;
+        lengths.insert(value.dump().size());
+      }
+      EXPECT_GT(lengths.size(), 1u) << schema;
+    }
+  }
+}
+
+// What came to mean something else on the way to the library before.
+TEST_F(AnswerGrammarTest, RewrittenSchemasStillHold) {
+  const std::pair<const char*, const char*> cases[] = {
+      {R"({"type":"object","properties":{"a":false,"b":{"enum":[1]}}})", R"(\{("b":1)?\})"},
+      {R"({"type":"string","minLength":2.0,"maxLength":3e0})", R"(".{2,12}")"},
+      {R"({"type":"integer","minimum":0.5,"exclusiveMaximum":3.5})", "[123]"},
+      {R"({"type":"array","prefixItems":[{"const":1},false]})", R"(\[1?\])"},
+      {R"({"type":"string","format":"date"})", R"("[0-9]{4}-[0-9]{2}-[0-9]{2}")"},
+      {R"({"type":"string","format":"ipv6"})", R"("[0-9a-fA-F:.]{2,45}")"},
+      {R"({"type":"string","pattern":"^.{3,200}$"})", R"("[^"]{3,200}")"},
+      {R"({"type":"string","pattern":"^{a}(?P<n>b)$"})", R"("\{a\}b")"},
+      {R"({"$ref":"#/$defs/a~1b","$defs":{"a/b":{"enum":["x"]}}})", R"("x")"},
+      {R"({"type":"array","prefixItems":[{"const":2},{"$ref":"#/prefixItems/0"}],"minItems":2})", R"(\[2,2\])"},
+      {R"({"type":"array","items":{"enum":[[1,2]]},"minItems":2,"maxItems":2})", R"(\[\[1,2\],\[1,2\]\])"},
+  };
+  for (const auto& [schema, expected] : cases) {
+    GenerationRequest request = Chat(nullptr, ToolChoice::kAuto);
+    Constrain(&request, RequestedConstraint::Kind::kJsonSchema, schema);
+    const auto grammar = Build(request, *Tiny(), OpenChannel::kContent);
+    ASSERT_TRUE(grammar.has_value()) << schema;
+    const auto compiled = Compile(grammar->root, *Tiny());
+    ASSERT_NE(compiled, nullptr) << schema;
+    int finished = 0;
+    for (int i = 0; i < 20; ++i) {
+      const Answer answer = Walk(*compiled, Tiny(), ChatFormat::kXtml, OpenChannel::kContent, 600);
+      if (!answer.finished) continue;
+      ++finished;
+      EXPECT_TRUE(std::regex_match(answer.output.content, std::regex(expected))) << schema << answer.output.content;
+    }
+    EXPECT_GT(finished, 0) << schema;
+  }
+}
+
+// No white space outside strings, whatever is inside.
+TEST_F(AnswerGrammarTest, AnythingIsCompactToo) {
+  GenerationRequest request = Chat(nullptr, ToolChoice::kAuto);
+  Constrain(&request, RequestedConstraint::Kind::kJsonObject, "");
+  const auto compiled = Compile(Build(request, *Tiny(), OpenChannel::kContent)->root, *Tiny());
+  int commas = 0;
+  for (int i = 0; i < 40; ++i) {
+    const Answer answer = Walk(*compiled, Tiny(), ChatFormat::kXtml, OpenChannel::kContent, 300, "{\":[1,]}");
+    if (!answer.finished) continue;
+    const std::string& text = answer.output.content;
+    EXPECT_EQ(text.find(' '), std::string::npos) << text;
+    commas += static_cast<int>(std::count(text.begin(), text.end(), ','));
+  }
+  EXPECT_GT(commas, 20);
 }
 
 TEST_F(AnswerGrammarTest, ANamedToolIsTheOnlyOne) {

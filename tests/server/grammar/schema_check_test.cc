@@ -148,8 +148,10 @@ TEST(SchemaCheckTest, KeywordsThatWorkOnlyTogetherAreRefusedApart) {
       {R"({"type":"integer","multipleOf":3,"minimum":0})", "s.multipleOf"},
       {R"({"type":"integer","multipleOf":3,"minimum":0,"maximum":100000})", "s.multipleOf"},
       {R"({"type":["integer","null"],"multipleOf":3})", "s.multipleOf"},
-      {R"({"type":"integer","minimum":0.5})", "s.minimum"},
-      {R"({"type":"integer","maximum":1e30})", "s.maximum"},
+      {R"({"type":"integer","minimum":1e30})", "s.minimum"},
+      {R"({"type":"integer","maximum":-1e30})", "s.maximum"},
+      {R"({"type":"object","properties":{"a":false},"additionalProperties":true})", "s.properties.a"},
+      {R"({"type":"object","patternProperties":{"^x":false}})", "s.patternProperties.^x"},
       {R"({"type":"number","exclusiveMinimum":0,"maximum":1e-7})", "s.exclusiveMinimum"},
       // Objects.
       {R"({"type":"object","required":["a"],"additionalProperties":false})", "s.required[0]"},
@@ -163,7 +165,7 @@ TEST(SchemaCheckTest, KeywordsThatWorkOnlyTogetherAreRefusedApart) {
       {R"({"type":"object","properties":{"a":{}},"propertyNames":{"type":"string"}})", "s.propertyNames"},
       {R"({"type":"object","propertyNames":{"type":"string"},"additionalProperties":false})", "s.propertyNames"},
       {R"({"type":"object","propertyNames":{"enum":["a",1]}})", "s.propertyNames"},
-      {R"({"type":"object","additionalProperties":{},"minProperties":2})", "s.minProperties"},
+      {R"({"type":"object","patternProperties":{"^x":{}},"minProperties":2})", "s.minProperties"},
       {R"({"type":"object","dependentRequired":{"a":["b"]}})", "s.dependentRequired"},
       {R"({"type":"object","dependentSchemas":{"a":{}}})", "s.dependentSchemas"},
       {R"({"type":"object","dependencies":{"a":["b"]}})", "s.dependencies"},
@@ -186,6 +188,32 @@ TEST(SchemaCheckTest, KeywordsThatWorkOnlyTogetherAreRefusedApart) {
   }
 }
 
+TEST(SchemaCheckTest, BoundsThatLeaveNothingAreNamed) {
+  const std::pair<const char*, const char*> cases[] = {
+      {R"({"type":"string","minLength":3,"maxLength":2})", "s.minLength"},
+      {R"({"type":"array","minItems":3,"maxItems":2})", "s.minItems"},
+      {R"({"type":"array","prefixItems":[{}],"items":false,"minItems":2})", "s.minItems"},
+      {R"({"type":"array","prefixItems":[{},false],"minItems":2})", "s.minItems"},
+      {R"({"type":"object","properties":{"a":{}},"minProperties":2})", "s.minProperties"},
+      {R"({"type":"object","properties":{"a":{},"b":{}},"required":["a","b"],"maxProperties":1})", "s.maxProperties"},
+      {R"({"type":"object","properties":{"a":false},"required":["a"]})", "s.required"},
+      {R"({"type":"integer","minimum":9,"maximum":1})", "s.minimum"},
+      {R"({"type":"integer","minimum":0.2,"maximum":0.8})", "s.minimum"},
+      {R"({"type":"integer","exclusiveMinimum":3,"exclusiveMaximum":4})", "s.exclusiveMinimum"},
+      {R"({"type":"integer","minimum":8,"maximum":13,"multipleOf":7})", "s.multipleOf"},
+      {R"({"type":"number","exclusiveMinimum":3,"maximum":3})", "s.exclusiveMinimum"},
+      {R"({"type":"integer","multipleOf":0})", "s.multipleOf"},
+      {R"({"type":"string","minLength":1.5})", "s.minLength"},
+      {R"({"type":"string","minLength":"2"})", "s.minLength"},
+      {R"({"anyOf":[false,false]})", "s.anyOf[0]"},
+      {R"({"allOf":[false]})", "s.allOf[0]"},
+  };
+  for (const auto& [schema, path] : cases) {
+    EXPECT_EQ(PathOf(schema), path) << schema;
+    EXPECT_EQ(PathOf(schema, /*strict=*/false), path) << schema;
+  }
+}
+
 TEST(SchemaCheckTest, FixedNumbersKeepTheirValue) {
   EXPECT_EQ(PathOf(R"({"const":18446744073709551615})"), "s.const");
   EXPECT_EQ(PathOf(R"({"const":[1,{"a":-9223372036854775809}]})"), "s.const");
@@ -200,12 +228,13 @@ TEST(SchemaCheckTest, FormatsOfArgumentsThatAreTextAreRefused) {
     const absl::Status status = CheckArgumentsEnforced(value, "s", elements);
     return status.ok() ? "" : FieldErrorPath(status);
   };
-  EXPECT_EQ(path_of(R"({"type":"string","format":"date"})", true), "s.properties.b.format");
-  EXPECT_EQ(path_of(R"({"anyOf":[{"type":"string","format":"uuid"},{"type":"null"}]})", true),
+  EXPECT_EQ(path_of(R"({"type":"string","format":"uri"})", true), "s.properties.b.format");
+  EXPECT_EQ(path_of(R"({"anyOf":[{"type":"string","format":"duration"},{"type":"null"}]})", true),
             "s.properties.b.anyOf[0].format");
-  EXPECT_EQ(path_of(R"({"type":["string","null"],"format":"ipv4"})", true), "s.properties.b.format");
-  EXPECT_EQ(path_of(R"({"type":"string","format":"date"})", false), "");
-  EXPECT_EQ(path_of(R"({"type":"array","items":{"type":"string","format":"date"}})", true), "");
+  EXPECT_EQ(path_of(R"({"type":["string","null"],"format":"uri"})", true), "s.properties.b.format");
+  EXPECT_EQ(path_of(R"({"type":"string","format":"date"})", true), "");  // becomes a pattern
+  EXPECT_EQ(path_of(R"({"type":"string","format":"uri"})", false), "");
+  EXPECT_EQ(path_of(R"({"type":"array","items":{"type":"string","format":"uri"}})", true), "");
   EXPECT_EQ(path_of(R"({"type":"string","format":"colour"})", true), "");  // known to nobody, an annotation
   EXPECT_EQ(path_of(R"({"type":"string","format":"date","pattern":"^2"})", true), "");
 }
@@ -234,8 +263,19 @@ TEST(SchemaCheckTest, WhatIsEnforcedPasses) {
            R"({"type":"object","propertyNames":{"enum":["a","b"]},"additionalProperties":{"type":"boolean"}})",
            R"({"type":"object","propertyNames":{"maxLength":3}})",
            R"({"type":"object","properties":{"a":{},"b":{},"c":{}},"minProperties":2,"maxProperties":2})",
-           R"({"type":"object","additionalProperties":true,"minProperties":1,"maxProperties":3})",
+           R"({"type":"object","additionalProperties":true,"minProperties":2,"maxProperties":3})",
            R"({"$ref":"#/x-shared","x-shared":{"type":"string"}})",
+           R"({"type":"object","properties":{"a":false,"b":{"type":"string"}}})",
+           R"({"anyOf":[false,{"type":"string"}]})",
+           R"({"type":"array","prefixItems":[{"type":"string"},false]})",
+           R"({"type":"string","minLength":2.0,"maxLength":1e1})",
+           R"({"type":"integer","minimum":0.5,"maximum":1e30})",
+           R"({"type":"integer","exclusiveMinimum":-1e30})",
+           R"({"$ref":"#/$defs/a~1b~0c","$defs":{"a/b~c":{"type":"string"}}})",
+           R"({"$ref":"#/$defs/a%20b%C3%BC","$defs":{"a b\u00fc":{"type":"string"}}})",
+           R"({"type":"array","prefixItems":[{"type":"string"},{"$ref":"#/prefixItems/0"}]})",
+           R"({"anyOf":[{"type":"null"},{"type":"array","items":{"$ref":"#/anyOf/1"}}]})",
+           R"({"$ref":"#/$defs//x","$defs":{"":{"x":{"type":"string"}}}})",
        }) {
     EXPECT_EQ(PathOf(schema), "") << schema;
   }
