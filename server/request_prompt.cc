@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/error_details.h"
+#include "server/grammar/answer_grammar.h"
 #include "server/request_validation.h"
 #include "server/text/field_error.h"
 #include "server/text/json_parser.h"
@@ -58,8 +59,8 @@ absl::StatusOr<RequestPrompt> ChatPromptOf(const ServedModel& model, const Gener
   if (request.constraint.kind == RequestedConstraint::Kind::kJsonObject) {
     chat.options.response_format = ResponseFormat::kJsonObject;
   } else if (request.constraint.kind == RequestedConstraint::Kind::kJsonSchema) {
-    absl::StatusOr<JsonValue> schema = ParseJson(request.constraint.text);
-    if (!schema.ok()) return InvalidField("constraint.json_schema", std::string(schema.status().message()));
+    absl::StatusOr<JsonValue> schema = SchemaOf(request.constraint);
+    if (!schema.ok()) return schema.status();
     chat.options.response_format = ResponseFormat::kJsonSchema;
     chat.options.response_schema = *std::move(schema);
   }

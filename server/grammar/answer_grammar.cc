@@ -72,11 +72,8 @@ std::vector<int32_t> ControlTokens(const Tokenizer& tokenizer) {
 
 // Strict says so in the answer's words; a schema that is not strict loses what cannot be enforced.
 absl::StatusOr<GrammarNode> SchemaNode(const RequestedConstraint& constraint, const std::string& path, bool compact) {
-  const absl::StatusOr<JsonValue> schema = ParseJson(constraint.text, {.max_depth = 128, .max_values = 200'000});
-  if (!schema.ok()) {
-    return InvalidField(path, absl::StrCat("expected a JSON schema, not the text \"", Excerpt(constraint.text, 60),
-                                           "\": ", std::string(schema.status().message())));
-  }
+  const absl::StatusOr<JsonValue> schema = SchemaOf(constraint);
+  if (!schema.ok()) return schema.status();
   const absl::Status status = CheckSchema(*schema, path, constraint.strict);
   if (!status.ok()) return status;
   const absl::StatusOr<JsonValue> enforceable = EnforceableSchema(*schema, path, constraint.strict);
@@ -239,6 +236,15 @@ std::string PathOf(const RequestedConstraint& constraint) {
 }
 
 }  // namespace
+
+absl::StatusOr<JsonValue> SchemaOf(const RequestedConstraint& constraint) {
+  const std::string path = PathOf(constraint);
+  if (constraint.text.empty()) return InvalidField(path, "is empty: says nothing about the answer");
+  absl::StatusOr<JsonValue> schema = ParseJson(constraint.text, {.max_depth = 128, .max_values = 200'000});
+  if (schema.ok()) return schema;
+  return InvalidField(path, absl::StrCat("expected a JSON schema, not the text \"", Excerpt(constraint.text, 60),
+                                         "\": ", std::string(schema.status().message())));
+}
 
 absl::StatusOr<std::optional<AnswerGrammar>> BuildAnswerGrammar(const GenerationRequest& request,
                                                                 const Tokenizer& tokenizer, ChatFormat format,

@@ -8,6 +8,7 @@
 #include "server/generation_request.h"
 #include "server/grammar/grammar_node.h"
 #include "server/text/chat_renderer.h"
+#include "server/text/json_value.h"
 #include "server/text/tokenizer.h"
 
 namespace k3 {
@@ -31,5 +32,8 @@ struct AnswerGrammar {
 absl::StatusOr<std::optional<AnswerGrammar>> BuildAnswerGrammar(const GenerationRequest& request,
                                                                 const Tokenizer& tokenizer, ChatFormat format,
                                                                 const ChatPrompt* prompt);
+
+// The schema of a constraint that is one. An error names the field that the client knows.
+absl::StatusOr<JsonValue> SchemaOf(const RequestedConstraint& constraint);
 
 }  // namespace k3

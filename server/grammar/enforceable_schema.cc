@@ -203,7 +203,7 @@ class Rewriter {
     const JsonValue* format = schema->Find("format");
     if (format == nullptr || !format->is_string() || !MayBe(*schema, "string")) return;
     if (const std::string* pattern = FormatPattern(format->text)) {
-      schema->Set("pattern", JsonValue::String(*pattern));
+      schema->Set("pattern", JsonValue::String(AsciiPattern(*pattern)));
       Remove(schema, {"format"});
     }
   }

@@ -4,6 +4,7 @@
 #include <cctype>
 #include <charconv>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -284,15 +285,41 @@ absl::Status CheckPatternInString(const std::string& pattern, const std::string&
 }
 
 std::string AsciiPattern(const std::string& pattern) {
+  if (pattern.starts_with("(?i)")) return "(?i)" + AsciiPattern(pattern.substr(4));
   std::string out;
-  bool in_class = false;
+  bool in_class = false, repeated = false, group = false;  // the last two: of what stands before
   for (size_t i = 0; i < pattern.size();) {
+    const bool was_repeated = std::exchange(repeated, false), was_group = std::exchange(group, false);
+    if (size_t end = 0; !in_class && pattern[i] == '{' && IsQuantifier(pattern, i, &end)) {
+      out.append(pattern, i, end + 1 - i);
+      i = end + 1;
+      repeated = true;
+      continue;
+    }
+    if (!in_class && (pattern[i] == '*' || pattern[i] == '+' || pattern[i] == '?')) {
+      // Behind a repetition: as few as possible, which are the same texts.
+      if (!was_repeated) out.append(pattern[i] == '?' && was_group ? "{0,1}" : std::string(1, pattern[i]));
+      repeated = true;
+      ++i;
+      continue;
+    }
+    if (!in_class && pattern.compare(i, 3, "(?:") == 0) {
+      out.append("(?:");
+      i += 3;
+      continue;
+    }
+    if (!in_class && pattern.compare(i, 3, "(?<") == 0) {
+      out.append("(?<");
+      i += 3;
+      continue;
+    }
+    group = !in_class && pattern[i] == ')';
     if (!in_class && pattern.compare(i, 4, "(?P<") == 0) {
       out.append("(?<");
       i += 4;
       continue;
     }
-    if (size_t end = 0; !in_class && pattern[i] == '{' && !IsQuantifier(pattern, i, &end)) {
+    if (!in_class && pattern[i] == '{') {
       out.append("\\{");
       ++i;
       continue;

@@ -26,7 +26,8 @@ struct CharacterCount {
 std::optional<CharacterCount> AnyCharacters(const std::string& pattern);
 
 // The same pattern as the grammar library reads it, in printable ASCII: other characters are escaped by number, braces
-// that repeat nothing are escaped, named groups are written (?<name>.
+// that repeat nothing are escaped, named groups are written (?<name>, optional ones {0,1}: behind ? it would let the
+// rest of a group pass that ends in a repetition.
 std::string AsciiPattern(const std::string& pattern);
 
 }  // namespace k3

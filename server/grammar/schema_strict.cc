@@ -16,7 +16,6 @@
 #include "server/grammar/pattern_check.h"
 #include "server/grammar/schema_check.h"
 #include "server/grammar/schema_shapes.h"
-#include "server/grammar/string_formats.h"
 #include "server/text/field_error.h"
 
 namespace k3 {
@@ -212,37 +211,6 @@ absl::Status CheckEnforced(const JsonValue& root, const JsonValue& schema, const
   return status;
 }
 
-namespace {
-
-// A string that is an element's text, without quotes, is free but for its pattern or length.
-// `seen`: references make many ways to the same schema.
-absl::Status CheckElementFormat(const Shapes& shapes, const JsonValue& reference, const std::string& path,
-                                std::unordered_set<const JsonValue*>* seen) {
-  const JsonValue& schema = shapes.Follow(reference);
-  if (!schema.is_object() || !seen->insert(&schema).second || HasAny(schema, {"const", "enum"}))
-    return absl::OkStatus();
-  for (const char* key : kLists) {
-    const JsonValue* list = schema.Find(key);
-    for (size_t i = 0; list != nullptr && i < list->items.size(); ++i) {
-      const absl::Status status =
-          CheckElementFormat(shapes, list->items[i], absl::StrCat(path, ".", key, "[", i, "]"), seen);
-      if (!status.ok()) return status;
-    }
-  }
-  const JsonValue* format = schema.Find("format");
-  if (format == nullptr || !format->is_string() || !IsKnownFormat(format->text) ||
-      (shapes.TypesOf(schema, true) & kString) == 0) {
-    return absl::OkStatus();
-  }
-  // It gives way to them, or becomes a pattern itself.
-  if (HasAny(schema, {"pattern", "minLength", "maxLength"}) || FormatPattern(format->text) != nullptr) {
-    return absl::OkStatus();
-  }
-  return Refused(path, "format", "of an argument that is a string itself cannot be enforced: write a pattern");
-}
-
-}  // namespace
-
 absl::Status CheckArgumentsEnforced(const JsonValue& parameters, const std::string& path, bool elements) {
   const Shapes shapes(parameters);
   struct Part {
@@ -250,7 +218,6 @@ absl::Status CheckArgumentsEnforced(const JsonValue& parameters, const std::stri
     std::string path;
     int depth;
   };
-  std::unordered_set<const JsonValue*> seen;
   std::vector<Part> parts = {{&parameters, path, 0}};
   while (!parts.empty()) {
     const Part part = std::move(parts.back());
@@ -263,19 +230,6 @@ absl::Status CheckArgumentsEnforced(const JsonValue& parameters, const std::stri
     if (elements) {
       for (const char* key : {"const", "enum", "patternProperties", "propertyNames"}) {
         if (Has(schema, key)) return Refused(part.path, key, "of a tool's parameters cannot be enforced");
-      }
-      const JsonValue* properties = Members(schema);
-      for (size_t i = 0; properties != nullptr && i < properties->items.size(); ++i) {
-        const absl::Status status =
-            CheckElementFormat(shapes, properties->items[i],
-                               absl::StrCat(part.path, ".properties.", Excerpt(properties->keys[i], 60)), &seen);
-        if (!status.ok()) return status;
-      }
-      for (const char* key : {"additionalProperties", "unevaluatedProperties"}) {
-        const JsonValue* further = schema.Find(key);
-        if (further == nullptr) continue;
-        const absl::Status status = CheckElementFormat(shapes, *further, absl::StrCat(part.path, ".", key), &seen);
-        if (!status.ok()) return status;
       }
       const JsonValue* least = schema.Find("minProperties");
       const bool least_matters = least != nullptr && least->AsDouble() > static_cast<double>(RequiredCount(schema));

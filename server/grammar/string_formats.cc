@@ -1,7 +1,6 @@
 #include "server/grammar/string_formats.h"
 
 #include <unordered_map>
-#include <unordered_set>
 
 #include "absl/strings/str_cat.h"
 
@@ -49,6 +48,32 @@ Patterns MakePatterns() {
   const std::string label = "[A-Za-z0-9]+(-+[A-Za-z0-9]+)*";
   patterns["email"] = absl::StrCat("^", atom, "(\\.", atom, ")*@", label, "(\\.", label, ")*$");
   patterns["hostname"] = absl::StrCat("^", label, "(\\.", label, ")*$");
+  // RFC 3339, appendix A.
+  const std::string clock_part = "T([0-9]+S|[0-9]+M([0-9]+S)?|[0-9]+H([0-9]+M([0-9]+S)?)?)";
+  const std::string days = "[0-9]+D|[0-9]+M([0-9]+D)?|[0-9]+Y([0-9]+M([0-9]+D)?)?";
+  patterns["duration"] = absl::StrCat("^P((", days, ")(", clock_part, ")?|", clock_part, "|[0-9]+W)$");
+  // RFC 3986, hosts by name or address in version 4.
+  const std::string escaped = "%[0-9A-Fa-f][0-9A-Fa-f]";
+  const std::string plain = "A-Za-z0-9._~!$&'()*+,;=";  // of a class
+  const std::string segment = absl::StrCat("([", plain, ":@-]|", escaped, ")");
+  const std::string rest = absl::StrCat("([", plain, ":@/?-]|", escaped, ")*");
+  const std::string tail = absl::StrCat("(\\?", rest, ")?(#", rest, ")?");
+  const std::string authority =
+      absl::StrCat("(([", plain, ":-]|", escaped, ")*@)?([", plain, "-]|", escaped, ")+(:[0-9]{1,5})?");
+  const std::string rooted = absl::StrCat("//", authority, "(/", segment, "*)*|/(", segment, "+(/", segment, "*)*)?");
+  const std::string uri =
+      absl::StrCat("[A-Za-z][A-Za-z0-9+.-]*:(", rooted, "|", segment, "+(/", segment, "*)*|)", tail);
+  const std::string first = absl::StrCat("([", plain, "@-]|", escaped, ")+");  // no colon: that would be a scheme
+  patterns["uri"] = whole(uri);
+  patterns["uri-reference"] = absl::StrCat("^(", uri, "|(", rooted, "|", first, "(/", segment, "*)*|)", tail, ")$");
+  // RFC 6570.
+  const std::string variable = "[A-Za-z0-9_]+(\\.[A-Za-z0-9_]+)*(:[1-9][0-9]{0,3}|\\*)?";
+  patterns["uri-template"] = absl::StrCat("^([A-Za-z0-9._~!$&()*+,;=:@/?#-]|", escaped, "|\\{[+#./;?&]?", variable,
+                                          "(,", variable, ")*\\})*$");
+  // RFC 6901.
+  const std::string pointer = "(/([^/~]|~[01])*)*";
+  patterns["json-pointer"] = whole(pointer);
+  patterns["relative-json-pointer"] = absl::StrCat("^(0|[1-9][0-9]*)(#|", pointer, ")$");
   return patterns;
 }
 
@@ -58,12 +83,6 @@ const std::string* FormatPattern(std::string_view format) {
   static const Patterns patterns = MakePatterns();
   const auto place = patterns.find(format);
   return place == patterns.end() ? nullptr : &place->second;
-}
-
-bool IsKnownFormat(std::string_view format) {
-  static const std::unordered_set<std::string_view> of_library = {
-      "duration", "uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"};
-  return FormatPattern(format) != nullptr || of_library.contains(format);
 }
 
 }  // namespace k3

@@ -5,6 +5,7 @@ import asyncio
 import concurrent.futures
 import json
 import random
+import re
 import time
 import typing
 import unittest
@@ -228,9 +229,9 @@ class HostileTest(unittest.TestCase):
         refused({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, ".$ref")
         refused({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "")
         refused({"type": "string", "pattern": "(x{1,9999}){1,9999}"}, ".pattern")
-        refused({"type": "string", "pattern": "(("}, "")
+        refused({"type": "string", "pattern": "(("}, ".pattern")
         refused({"type": "array", "minItems": 10**9}, ".minItems")
-        refused({"type": "integer", "minimum": 9, "maximum": 1}, "")
+        refused({"type": "integer", "minimum": 9, "maximum": 1}, ".minimum")
         refused({"not": {}}, ".not")
         deep = {"type": "string"}
         for _ in range(14):
@@ -248,6 +249,62 @@ class HostileTest(unittest.TestCase):
         self.refused("guided_json.type", guided_json={"type": "x"})
         self.refused("structured_outputs.regex", structured_outputs={"regex": "[z-a]"})
         self.refused("guided_choice", "only one way", guided_choice=["a"], guided_regex="b")
+        self.refused("guided_regex", "\\b cannot be enforced", guided_regex="\\ba")
+        self.refused("guided_regex", "a reference to a group", guided_regex="(a)\\1")
+        self.refused("guided_regex", "too long to follow", guided_regex="x.{1,2000}")
+        self.refused("guided_regex", "no regular expression", guided_regex="a**")
+
+    def test_without_strict_nothing_is_said_in_the_words_of_a_library(self):
+        for schema in ({"type": "string", "pattern": "(a)\\1"}, {"type": "string", "pattern": "\\p{L}"},
+                       {"type": "string", "pattern": "\\bx"}, {"type": "integer", "minimum": 1e30},
+                       {"type": "integer", "minimum": 1.5, "maximum": 2}, {"type": "string", "minLength": 2.0},
+                       {"type": "object", "properties": {"a": False}},
+                       {"anyOf": [{"type": "string", "maxLength": 20}, {"type": "string", "minLength": 60}]},
+                       {"type": "string", "pattern": "x.{1,2000}"}):
+            status, reply = post("/v1/chat/completions", {
+                "messages": QUESTION, "max_tokens": 3, "thinking": {"type": "disabled"},
+                "response_format": schema_format(schema, strict=False)})
+            self.assertEqual(status, 200, (schema, reply))
+
+    def test_lengths_that_exclude_one_another(self):
+        self.refused("response_format.json_schema.schema.anyOf[0]", "whose lengths exclude", response_format=schema_format(
+            {"anyOf": [{"type": "string", "maxLength": 20}, {"type": "string", "minLength": 60}]}))
+        seen = set()
+        schema = {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 5, "maxLength": 8}]}
+        for seed in range(20):
+            status, reply = post("/v1/chat/completions", {
+                "messages": QUESTION, "max_tokens": 60, "temperature": 2, "seed": seed, "thinking": {"type": "disabled"},
+                "response_format": schema_format(schema)})
+            self.assertEqual(status, 200, reply)
+            if reply["choices"][0]["finish_reason"] == "stop":
+                text = json.loads(reply["choices"][0]["message"]["content"])
+                jsonschema.validate(text, schema)
+                seen.add(len(text) > 2)
+        self.assertTrue(seen)
+
+    def test_formats(self):
+        checker = jsonschema.FormatChecker(["date", "ipv4", "ipv6", "uuid", "email"])
+        # Of the standard's draft 3, which asks for other times.
+        checker.checkers = {**checker.checkers, "time": (lambda text: bool(re.fullmatch(
+            r"\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", text)), ())}
+        for name in ("date", "ipv4", "ipv6", "uuid", "time"):
+            schema = {"type": "object", "properties": {"x": {"type": "string", "format": name}}, "required": ["x"],
+                      "additionalProperties": False}
+            for seed in range(6):
+                body = {"messages": QUESTION, "max_tokens": 200, "temperature": 2, "seed": seed,
+                        "thinking": {"type": "disabled"}}
+                if seed % 2:
+                    body["response_format"] = schema_format(schema)
+                else:
+                    body.update(tools=[tool("f", schema, strict=True)], tool_choice="required", parallel_tool_calls=False)
+                status, reply = post("/v1/chat/completions", body)
+                self.assertEqual(status, 200, reply)
+                choice = reply["choices"][0]
+                if choice["finish_reason"] == "length":
+                    continue
+                text = (choice["message"]["content"] if seed % 2
+                        else choice["message"]["tool_calls"][0]["function"]["arguments"])
+                jsonschema.validate(json.loads(text), schema, format_checker=checker)
 
     def test_others_are_served_meanwhile(self):
         """Hard grammars hold up neither the engine nor the event loop."""
@@ -435,7 +492,11 @@ class EnforcedTest(unittest.TestCase):
         if kind < .22:
             return {"const": self.scalar(rng)}
         if kind < .26:
-            return {"$ref": "#/$defs/" + rng.choice("pq")}
+            return {"$ref": "#/$defs/" + rng.choice(["p", "q", "a~1b", "x%20y", "list/prefixItems/0"])}
+        if depth < 3 and kind < .30:
+            return {"anyOf": [{"type": "string", **limits} for limits in rng.sample(
+                [{"maxLength": 2}, {"minLength": 5}, {"minLength": 3, "maxLength": 9}, {"minLength": 30}, {"maxLength": 20.0}],
+                2)]}
         types = rng.choice([["string"], ["integer"], ["number"], ["boolean"], ["null"], ["array"], ["object"], ["object"],
                             ["array"], ["string", "integer"], ["null", "object"], []])
         if types:
@@ -472,7 +533,8 @@ class EnforcedTest(unittest.TestCase):
                     s["contains"] = {"type": "integer"}
             elif word == "object":
                 if depth < 3 and some(.7):
-                    s["properties"] = {k: self.schema(rng, depth + 1) for k in rng.sample(self.KEYS, rng.randrange(4))}
+                    s["properties"] = {k: False if some(.05) else self.schema(rng, depth + 1)
+                                       for k in rng.sample(self.KEYS, rng.randrange(4))}
                 if some(.5):
                     s["required"] = (rng.sample(self.KEYS, rng.randrange(3)) if some(.2)
                                      else [k for k in s.get("properties", {}) if some(.5)])
@@ -505,7 +567,8 @@ class EnforcedTest(unittest.TestCase):
             schema = self.schema(rng, 0)
         if "type" in schema and rng.random() < .9:
             schema["type"] = "object"
-        schema["$defs"] = {"p": {"type": "integer", "minimum": 1, "maximum": 9}, "q": {"type": "string", "maxLength": 3}}
+        schema["$defs"] = {"p": {"type": "integer", "minimum": 1, "maximum": 9}, "q": {"type": "string", "maxLength": 3},
+                           "a/b": {"type": "boolean"}, "x y": {"enum": [1, "x"]}, "list": {"prefixItems": [{"type": "null"}]}}
         body = {"messages": QUESTION, "max_tokens": 150, "temperature": 1.5, "seed": index, "thinking": {"type": "disabled"}}
         if index % 2:
             body["response_format"] = schema_format(schema)
@@ -522,8 +585,12 @@ class EnforcedTest(unittest.TestCase):
         if choice["finish_reason"] == "length":
             return 0
         text = choice["message"]["content"] if index % 2 else choice["message"]["tool_calls"][0]["function"]["arguments"]
+        def once(pairs):
+            self.assertEqual(len({name for name, _ in pairs}), len(pairs), text)
+            return dict(pairs)
+
         with self.subTest(schema=schema, text=text):
-            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text, object_pairs_hook=once))
         return 1
 
     def test_all_keywords(self):

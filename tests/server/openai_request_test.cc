@@ -264,7 +264,7 @@ TEST_F(OpenAiRequestTest, MessagesSayWhatCame) {
       {R"("logit_bias":{"4096":1})", {"logit_bias: ", "from 0 to 4095, not 4096"}},
       {R"("logit_bias":{"5":101})", {"logit_bias: ", "from -100 to 100, not 101"}},
       {R"("logit_bias":{"5":"x"})", {"logit_bias: ", "from -100 to 100, not the string \"x\""}},
-      {R"("max_tokens":1e30)", {"max_tokens: ", "at least 4294967295", "limit of 512"}},
+      {R"("max_tokens":1e30)", {"max_tokens: ", "at least 4294967295", "over the context limit of"}},
       {R"("max_tokens":1.5)", {"max_tokens: expected an integer, not 1.5"}},
       {R"("max_tokens":-3)", {"max_tokens: must be at least 1, not -3"}},
       {R"("min_tokens":1e30)", {"min_tokens: at least 4294967295"}},

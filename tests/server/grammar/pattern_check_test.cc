@@ -111,6 +111,7 @@ TEST(PatternCheckTest, OtherCharactersAreWrittenByNumber) {
   EXPECT_EQ(AsciiPattern("\\\\\xc3\xbc"), "\\\\\\u{fc}");                       // behind an escaped backslash
   EXPECT_EQ(AsciiPattern("^{a{2}{b}\\u{41}[{]$"), "^\\{a{2}\\{b}\\u{41}[{]$");  // braces that repeat nothing
   EXPECT_EQ(AsciiPattern("(?P<name>a)"), "(?<name>a)");
+  EXPECT_EQ(AsciiPattern("(?i)(ab+)?c?(?:d){2}?e*?[)?]?"), "(?i)(ab+){0,1}c?(?:d){2}e*[)?]?");
   EXPECT_EQ(AsciiPattern("a\nb\x7f"), "a\\u{a}b\\u{7f}");
 }
 

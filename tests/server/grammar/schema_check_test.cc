@@ -222,23 +222,6 @@ TEST(SchemaCheckTest, FixedNumbersKeepTheirValue) {
   EXPECT_EQ(PathOf(R"({"const":18446744073709551615})", /*strict=*/false), "");
 }
 
-TEST(SchemaCheckTest, FormatsOfArgumentsThatAreTextAreRefused) {
-  const auto path_of = [](const std::string& property, bool elements) {
-    const JsonValue value = ParseJson(R"({"type":"object","properties":{"b":)" + property + "}}").value();
-    const absl::Status status = CheckArgumentsEnforced(value, "s", elements);
-    return status.ok() ? "" : FieldErrorPath(status);
-  };
-  EXPECT_EQ(path_of(R"({"type":"string","format":"uri"})", true), "s.properties.b.format");
-  EXPECT_EQ(path_of(R"({"anyOf":[{"type":"string","format":"duration"},{"type":"null"}]})", true),
-            "s.properties.b.anyOf[0].format");
-  EXPECT_EQ(path_of(R"({"type":["string","null"],"format":"uri"})", true), "s.properties.b.format");
-  EXPECT_EQ(path_of(R"({"type":"string","format":"date"})", true), "");  // becomes a pattern
-  EXPECT_EQ(path_of(R"({"type":"string","format":"uri"})", false), "");
-  EXPECT_EQ(path_of(R"({"type":"array","items":{"type":"string","format":"uri"}})", true), "");
-  EXPECT_EQ(path_of(R"({"type":"string","format":"colour"})", true), "");  // known to nobody, an annotation
-  EXPECT_EQ(path_of(R"({"type":"string","format":"date","pattern":"^2"})", true), "");
-}
-
 TEST(SchemaCheckTest, WhatIsEnforcedPasses) {
   for (const char* schema : {
            R"({"type":"string","enum":["a","b"]})",

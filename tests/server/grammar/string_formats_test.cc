@@ -53,6 +53,24 @@ TEST(StringFormatsTest, FormatsAreAsNarrowAsTheirNames) {
     EXPECT_FALSE(Fits("email", text)) << text;
   EXPECT_TRUE(Fits("hostname", "xn--bcher-kva.example"));
   for (const char* text : {"", "-a", "a-", "a..b", "a_b", "a."}) EXPECT_FALSE(Fits("hostname", text)) << text;
+  for (const char* text : {"P1D", "P1Y2M3D", "PT1H2M3S", "P1DT12H", "P4W", "PT5M"})
+    EXPECT_TRUE(Fits("duration", text)) << text;
+  for (const char* text : {"P", "PT", "P1", "1D", "P1Y2D", "P1DT", "P1S", "P1W2D"})
+    EXPECT_FALSE(Fits("duration", text)) << text;
+  for (const char* text : {"http://a.b/c?d=e#f", "urn:x:y", "mailto:a@b", "file:///x", "a+b:", "http://u@h:80"})
+    EXPECT_EQ(Fits("uri", text), std::string(text) != "file:///x") << text;
+  for (const char* text : {"", "a", "//a", ":a", "1a:b", "http://a b", "http://[", "a:b%2", "a:{"})
+    EXPECT_FALSE(Fits("uri", text)) << text;
+  for (const char* text : {"", "a/b", "/a", "//h/a", "?q", "#f", "http://a"})
+    EXPECT_TRUE(Fits("uri-reference", text)) << text;
+  EXPECT_FALSE(Fits("uri-reference", "a b"));
+  for (const char* text : {"/a/{b}", "{?x,y*}", "{+p:3}", ""}) EXPECT_TRUE(Fits("uri-template", text)) << text;
+  for (const char* text : {"{", "{}", "{a,}", "a}"}) EXPECT_FALSE(Fits("uri-template", text)) << text;
+  for (const char* text : {"", "/", "/a~1b/~0"}) EXPECT_TRUE(Fits("json-pointer", text)) << text;
+  for (const char* text : {"a", "/~", "/~2"}) EXPECT_FALSE(Fits("json-pointer", text)) << text;
+  for (const char* text : {"0", "1/a", "2#"}) EXPECT_TRUE(Fits("relative-json-pointer", text)) << text;
+  for (const char* text : {"", "/a", "01", "0##"}) EXPECT_FALSE(Fits("relative-json-pointer", text)) << text;
+  EXPECT_EQ(FormatPattern("colour"), nullptr);
   EXPECT_TRUE(Fits("uuid", "01234567-89ab-CDEF-0123-456789abcdef"));
   EXPECT_FALSE(Fits("uuid", "0123456789abCDEF0123456789abcdef"));
 }
