@@ -64,23 +64,104 @@ constexpr int kAttnResThreads = 896;  // at most: 7168 columns in packs of 8, an
 constexpr int kAttnResGroup = 4;      // sources whose sums are reduced together
 constexpr int kAttnResSums = 24;      // two sums a source, whole groups of them
 
-// kSources: sources held (>= args.sources). Each thread owns one pack of N columns, so blockDim.x * N >= cols.
+// What the warps of a row tell each other. One order of operations for all variants: columns in lanes and packs, then
+// lanes, then warps.
+struct AttnResShared {
+  float partial[32][kAttnResSums];  // of a warp: product with the query and sum of squares of each source
+  float weights[16];                // of the sources
+  float norm_partial[32];           // of a warp: sum of squares of the mix
+};
+
+// Adds what a warp has of the sources of one group: lane 2j and 2j + 1 of the result hold product and square of source
+// j.
+template <typename T, int kSources, int kGroup>
+__device__ __forceinline__ float AttnResGroupSums(const HeldPack<T> (&source)[kSources], const float (&query)[kPack<T>],
+                                                  int lane) {
+  float sums[2 * kAttnResGroup] = {};
+#pragma unroll
+  for (int j = kGroup; j < kGroup + kAttnResGroup && j < kSources; ++j) {
+#pragma unroll
+    for (int i = 0; i < kPack<T>; ++i) {
+      const float x = source[j][i];
+      float& product = sums[2 * (j - kGroup)];
+      float& square = sums[2 * (j - kGroup) + 1];
+      product = fmaf(x, query[i], product);
+      square = fmaf(x, x, square);
+    }
+  }
+  WarpSumEach<2 * kAttnResGroup>(sums, lane);
+  return sums[0];
+}
+
+// By one warp: the weights of the sources from the sums of all `warps`.
+template <int kSources>
+__device__ __forceinline__ void AttnResWeights(AttnResShared& s, int warps, int sources, int cols, float eps,
+                                               int lane) {
+  float chain[4] = {};
+  if (lane < kAttnResSums) {
+#pragma unroll 7
+    for (int w = 0; w < warps; w += 4) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) chain[i] += w + i < warps ? s.partial[w + i][lane] : 0.0f;
+    }
+  }
+  const float total = (chain[0] + chain[1]) + (chain[2] + chain[3]);
+  // Lane 2j holds the product of source j with the query, lane 2j + 1 its sum of squares.
+  const float square = __shfl_down_sync(kAllLanes, total, 1);
+  const int j = lane / 2;
+  const bool valid = lane % 2 == 0 && lane < kAttnResSums && j < sources;
+  const float score = valid ? total * rsqrtf(square / cols + eps) : -INFINITY;
+  const float top = WarpMax(score);
+  const float power = valid ? __expf(score - top) : 0.0f;
+  const float sum = WarpSum(power);
+  if (lane % 2 == 0 && j < kSources) s.weights[j] = power / sum;
+}
+
 template <typename T, int kSources>
-__global__ void __launch_bounds__(kAttnResThreads, 1) AttnResKernel(AttnResArgs<T> args) {
+__device__ __forceinline__ void AttnResWeighted(const HeldPack<T> (&source)[kSources], const float* weights,
+                                                float (&mix)[kPack<T>]) {
+#pragma unroll
+  for (int i = 0; i < kPack<T>; ++i) mix[i] = 0;
+#pragma unroll
+  for (int j = 0; j < kSources; ++j) {
+    const float weight = weights[j];
+#pragma unroll
+    for (int i = 0; i < kPack<T>; ++i) mix[i] = fmaf(weight, source[j][i], mix[i]);
+  }
+}
+
+// The live sum with `delta` added (or replaced by it), stored at `home`.
+template <typename T>
+__device__ __forceinline__ HeldPack<T> AttnResAdvance(const HeldPack<T>& live, const HeldPack<T>& delta, bool restart,
+                                                      T* home) {
+  HeldPack<T> sum = delta;
+  if (!restart) {
+    float values[kPack<T>];
+#pragma unroll
+    for (int i = 0; i < kPack<T>; ++i) values[i] = live[i] + delta[i];
+    sum = MakeHeld<T>(values);
+  }
+  *reinterpret_cast<uint4*>(home) = sum.words;
+  return sum;
+}
+
+// A row for a cluster of kBlocks blocks. kSources: sources held (>= args.sources). Each thread owns one pack of N
+// columns, so kBlocks * blockDim.x * N >= cols.
+template <typename T, int kSources, int kBlocks>
+__global__ void __launch_bounds__(kAttnResThreads / kBlocks, kBlocks == 2 ? 2 : 1) AttnResKernel(AttnResArgs<T> args) {
   constexpr int N = kPack<T>;
-  constexpr int kSums = kAttnResSums;
-  static_assert(2 * kSources <= kSums);
-  float* shared = DynamicShared<float>();
-  float* partial = shared;               // [warps][kSums]
-  float* weights = shared + 32 * kSums;  // [kSources]
-  float* norm_partial = weights + 32;    // one a warp
-  const int64_t row = blockIdx.x;
-  const int column = threadIdx.x * N;
+  static_assert(2 * kSources <= kAttnResSums);
+  AttnResShared& s = *DynamicShared<AttnResShared>();
+  const int64_t row = blockIdx.x / kBlocks;
+  const int rank = kBlocks > 1 ? static_cast<int>(ClusterRank()) : 0;
+  const int column = (rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * N;
   const bool active = column < args.cols;
   const int live = args.sources - 1;
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int warps = blockDim.x / 32;
+  const int block_warps = blockDim.x / 32;
+  const int warp = rank * block_warps + static_cast<int>(threadIdx.x) / 32;
+  const int warps = kBlocks * block_warps;
+  if constexpr (kBlocks > 1) ClusterArrive();
 
   HeldPack<T> source[kSources] = {};
   if (active) {
@@ -90,73 +171,56 @@ __global__ void __launch_bounds__(kAttnResThreads, 1) AttnResKernel(AttnResArgs<
         source[j] = LoadHeld(args.bank + j * args.block_stride + row * args.cols + column);
       }
     }
+  }
+  float query[N] = {}, norm_weight[N] = {};
+  if (active) {
+    if (args.sources > 1) LoadFloats<N>(args.query + column, query);
+    if constexpr (kBlocks > 1) LoadFloats<N>(args.norm_weight + column, norm_weight);
     if (args.delta.data != nullptr) {
-      HeldPack<T> sum = LoadHeld(args.delta.Row(row) + column);
+      const HeldPack<T> delta = LoadHeld(args.delta.Row(row) + column);
       T* home = args.bank + live * args.block_stride + row * args.cols + column;
 #pragma unroll
       for (int j = 0; j < kSources; ++j) {
-        if (j != live) continue;
-        if (!args.restart) {
-          float values[N];
-#pragma unroll
-          for (int i = 0; i < N; ++i) values[i] = source[j][i] + sum[i];
-          sum = MakeHeld<T>(values);
-        }
-        *reinterpret_cast<uint4*>(home) = sum.words;
-        source[j] = sum;
+        if (j == live) source[j] = AttnResAdvance(source[j], delta, args.restart, home);
       }
     }
   }
 
+  // Every block gets the sums of all warps.
+  const auto tell = [&](float* to, float value) {
+    if constexpr (kBlocks == 1) {
+      *to = value;
+    } else {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) *InBlock(to, b) = value;
+    }
+  };
+  const auto meet = [&] {
+    if constexpr (kBlocks == 1) {
+      __syncthreads();
+    } else {
+      ClusterArrive();
+      ClusterWait();
+    }
+  };
+  if constexpr (kBlocks > 1) ClusterWait();  // the other blocks have started
   float mix[N];
   if (args.sources == 1) {
 #pragma unroll
     for (int i = 0; i < N; ++i) mix[i] = source[0][i];
   } else {
-    float query[N] = {};
-    if (active) LoadFloats<N>(args.query + column, query);
+    float sums[3];
+    sums[0] = AttnResGroupSums<T, kSources, 0>(source, query, lane);
+    if constexpr (kSources > 4) sums[1] = AttnResGroupSums<T, kSources, 4>(source, query, lane);
+    if constexpr (kSources > 8) sums[2] = AttnResGroupSums<T, kSources, 8>(source, query, lane);
 #pragma unroll
-    for (int group = 0; group < kSources; group += kAttnResGroup) {
-      float sums[2 * kAttnResGroup] = {};
-#pragma unroll
-      for (int j = group; j < group + kAttnResGroup && j < kSources; ++j) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          const float x = source[j][i];
-          float& product = sums[2 * (j - group)];
-          float& square = sums[2 * (j - group) + 1];
-          product = fmaf(x, query[i], product);
-          square = fmaf(x, x, square);
-        }
-      }
-      WarpSumEach<2 * kAttnResGroup>(sums, lane);
-      if (lane < 2 * kAttnResGroup) partial[warp * kSums + 2 * group + lane] = sums[0];
+    for (int group = 0; group < (kSources + 3) / 4; ++group) {
+      if (lane < 8) tell(&s.partial[warp][8 * group + lane], sums[group]);
     }
+    meet();
+    if (threadIdx.x < 32) AttnResWeights<kSources>(s, warps, args.sources, args.cols, args.mix_eps, lane);
     __syncthreads();
-    if (warp == 0) {
-      float total = 0;
-      if (lane < kSums) {
-        for (int w = 0; w < warps; ++w) total += partial[w * kSums + lane];
-      }
-      // Lane 2j holds the product of source j with the query, lane 2j + 1 its sum of squares.
-      const float square = __shfl_down_sync(kAllLanes, total, 1);
-      const int j = lane / 2;
-      const bool valid = lane % 2 == 0 && lane < kSums && j < args.sources;
-      const float score = valid ? total * rsqrtf(square / args.cols + args.mix_eps) : -INFINITY;
-      const float top = WarpMax(score);
-      const float power = valid ? __expf(score - top) : 0.0f;
-      const float sum = WarpSum(power);
-      if (lane % 2 == 0 && j < kSources) weights[j] = power / sum;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < N; ++i) mix[i] = 0;
-#pragma unroll
-    for (int j = 0; j < kSources; ++j) {
-      const float weight = weights[j];
-#pragma unroll
-      for (int i = 0; i < N; ++i) mix[i] = fmaf(weight, source[j][i], mix[i]);
-    }
+    AttnResWeighted<T, kSources>(source, s.weights, mix);
   }
 
   float square = 0;
@@ -164,13 +228,136 @@ __global__ void __launch_bounds__(kAttnResThreads, 1) AttnResKernel(AttnResArgs<
 #pragma unroll
     for (int i = 0; i < N; ++i) square = fmaf(mix[i], mix[i], square);
   }
-  const float scale = rsqrtf(BlockSum(square, norm_partial) / args.cols + args.norm_eps);
+  square = WarpSum(square);
+  if (lane == 0) tell(&s.norm_partial[warp], square);
+  meet();
+  const float scale = rsqrtf(WarpSum(lane < warps ? s.norm_partial[lane] : 0.0f) / args.cols + args.norm_eps);
   if (!active) return;
-  float weight[N];
-  LoadFloats<N>(args.norm_weight + column, weight);
+  if constexpr (kBlocks == 1) LoadFloats<N>(args.norm_weight + column, norm_weight);
 #pragma unroll
-  for (int i = 0; i < N; ++i) mix[i] = mix[i] * scale * weight[i];
+  for (int i = 0; i < N; ++i) mix[i] = mix[i] * scale * norm_weight[i];
   StoreFloats<N>(args.out.Row(row) + column, mix);
+}
+
+constexpr int kAttnResSlots = 11;  // of the ring, a source of a row each
+
+template <typename T>
+constexpr size_t AttnResStreamShared(int cols) {
+  return sizeof(AttnResShared) + 16 * sizeof(uint64_t) + static_cast<size_t>(cols) * 2 * sizeof(float) +
+         static_cast<size_t>(kAttnResSlots) * cols * sizeof(T);
+}
+
+// Many rows: a resident block takes every gridDim.x-th one. The copy engine brings the sources of this row and the next
+// into a ring; a source leaves it for registers as soon as it is there, so that its slot is on its way again while the
+// row is reduced, mixed and stored.
+template <typename T, int kSources>
+__global__ void __launch_bounds__(kAttnResThreads, 1) AttnResStreamKernel(AttnResArgs<T> args, int rows) {
+  constexpr int N = kPack<T>;
+  AttnResShared& s = *DynamicShared<AttnResShared>();
+  uint64_t* full = reinterpret_cast<uint64_t*>(&s + 1);  // of a slot
+  float* query_shared = reinterpret_cast<float*>(full + 16);
+  float* norm_shared = query_shared + args.cols;
+  T* ring = reinterpret_cast<T*>(norm_shared + args.cols);
+  const int column = static_cast<int>(threadIdx.x) * N;
+  const bool active = column < args.cols;
+  const int live = args.sources - 1;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const bool has_delta = args.delta.data != nullptr;
+  // The copies of a row: the sources that are read, then delta.
+  const int read = args.restart ? live : live + 1;
+  const int loads = read + (has_delta ? 1 : 0);
+
+  // Warp 1 orders the copies; warp 0 is busy with the weights.
+  const bool orders = threadIdx.x == (warps > 1 ? 32 : 0);
+  int64_t next_row = blockIdx.x;
+  int next_load = 0, next_slot = 0;
+  const auto order = [&](int count) {
+    for (int i = 0; i < count && next_row < rows; ++i) {
+      const T* from = next_load < read ? args.bank + next_load * args.block_stride + next_row * args.cols
+                                       : args.delta.Row(next_row);
+      const uint32_t bytes = static_cast<uint32_t>(args.cols) * sizeof(T);
+      BarrierArriveExpect(&full[next_slot], bytes);
+      CopyBulk(ring + static_cast<int64_t>(next_slot) * args.cols, from, bytes, &full[next_slot]);
+      next_slot = next_slot + 1 == kAttnResSlots ? 0 : next_slot + 1;
+      if (++next_load == loads) {
+        next_load = 0;
+        next_row += gridDim.x;
+      }
+    }
+  };
+  if (orders) {
+    for (int i = 0; i < kAttnResSlots; ++i) BarrierInit(&full[i], 1);
+    BarrierInitFence();
+    order(kAttnResSlots);
+  }
+  for (int i = threadIdx.x; i < args.cols; i += blockDim.x) {
+    if (args.sources > 1) query_shared[i] = args.query[i];
+    norm_shared[i] = args.norm_weight[i];
+  }
+  __syncthreads();
+
+  int slot = 0;
+  uint32_t parity = 0;
+  const auto take = [&] {
+    BarrierWait(&full[slot], parity);
+    HeldPack<T> held = {};
+    if (active) held = LoadHeld(ring + static_cast<int64_t>(slot) * args.cols + column);
+    if (++slot == kAttnResSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+    return held;
+  };
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    HeldPack<T> source[kSources] = {};
+    float query[N] = {}, mix[N];
+    if (active && args.sources > 1) LoadFloats<N>(query_shared + column, query);
+#pragma unroll
+    for (int j = 0; j < kSources; ++j) {
+      if (j < live || (j == live && !args.restart)) source[j] = take();
+      if (j == live && has_delta) {
+        const HeldPack<T> delta = take();
+        T* home = args.bank + live * args.block_stride + row * args.cols + column;
+        if (active) source[j] = AttnResAdvance(source[j], delta, args.restart, home);
+      }
+      if (args.sources == 1) continue;
+      // A group's sums as soon as it is there.
+      float sum = 0;
+      if (j == min(3, kSources - 1)) sum = AttnResGroupSums<T, kSources, 0>(source, query, lane);
+      if constexpr (kSources > 4) {
+        if (j == min(7, kSources - 1)) sum = AttnResGroupSums<T, kSources, 4>(source, query, lane);
+      }
+      if constexpr (kSources > 8) {
+        if (j == kSources - 1) sum = AttnResGroupSums<T, kSources, 8>(source, query, lane);
+      }
+      if (j % 4 == 3 || j == kSources - 1) {
+        if (lane < 8) s.partial[warp][8 * (j / 4) + lane] = sum;
+      }
+    }
+    __syncthreads();  // all have taken their sources
+    if (orders) order(loads);
+    if (args.sources == 1) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) mix[i] = source[0][i];
+    } else {
+      if (threadIdx.x < 32) AttnResWeights<kSources>(s, warps, args.sources, args.cols, args.mix_eps, lane);
+      __syncthreads();
+      AttnResWeighted<T, kSources>(source, s.weights, mix);
+    }
+    float square = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) square = fmaf(mix[i], mix[i], square);
+    square = WarpSum(square);
+    if (lane == 0) s.norm_partial[warp] = square;
+    __syncthreads();
+    const float scale = rsqrtf(WarpSum(lane < warps ? s.norm_partial[lane] : 0.0f) / args.cols + args.norm_eps);
+    if (!active) continue;
+    float norm_weight[N];
+    LoadFloats<N>(norm_shared + column, norm_weight);
+#pragma unroll
+    for (int i = 0; i < N; ++i) mix[i] = mix[i] * scale * norm_weight[i];
+    StoreFloats<N>(args.out.Row(row) + column, mix);
+  }
 }
 
 constexpr int kAttnResMaxSources = 256;

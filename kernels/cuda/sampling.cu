@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/op_table.h"
 #include "kernels/cuda/sampling.cuh"
@@ -21,17 +23,33 @@ void Sample(const Device& device, const SampleParams& p, cudaStream_t queue) {
              "max_top_logprobs must be in [0, " + std::to_string(kSampleMaxTop) + "], is " +
                  std::to_string(p.max_top_logprobs));
   K3_REQUIRE(p.max_top_logprobs == 0 || (p.top_ids && p.top_logprobs), "top_ids or top_logprobs is null");
+  const int64_t rows = p.logits.rows;
   const int blocks = vocab <= kOneBlockVocab ? 1 : kSampleBlocks;
+  const int slice = SampleSlice(static_cast<int>(vocab), blocks);
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(p.logits.rows * blocks));
+  shape.grid = dim3(static_cast<unsigned>(rows * blocks));
   shape.block = dim3(kSampleThreads);
-  // The slice also serves as a list of candidates.
-  const size_t slice = std::max(static_cast<size_t>(SampleSlice(static_cast<int>(vocab), blocks)) * sizeof(float),
-                                static_cast<size_t>(blocks) * kSampleFewList * sizeof(SampleEntry));
-  shape.shared = sizeof(SampleShared) + slice;
+  // The slice also serves as a list of candidates, and to the rows that are done without it.
+  shape.shared = sizeof(SampleShared) + std::max({static_cast<size_t>(slice) * sizeof(float),
+                                                  static_cast<size_t>(blocks) * kSampleFewList * sizeof(SampleEntry),
+                                                  QuickSampler<kSampleThreads>::SharedBytes(1, slice)});
   shape.cluster = static_cast<unsigned>(blocks);
   K3_REQUIRE(shape.shared <= device.shared_per_block, "a vocabulary of " + std::to_string(vocab) + " is too large");
-  Launch(&SampleKernel, shape, queue, "Sample", p, blocks);
+
+  // As many blocks a row as there is room for at once.
+  const int64_t resident = device.multiprocessors / kSampleBlocks;
+  int quick_blocks = kSampleBlocks / 2;
+  while (quick_blocks > 1 && rows * quick_blocks > device.multiprocessors) quick_blocks /= 2;
+  LaunchShape quick;
+  quick.grid = dim3(static_cast<unsigned>(rows * quick_blocks));
+  quick.block = dim3(kQuickThreads);
+  quick.shared = QuickSampler<kQuickThreads>::SharedBytes(kSampleBlocks / quick_blocks, slice);
+  quick.cluster = static_cast<unsigned>(quick_blocks);
+  if (blocks == 1 || rows <= resident || quick.shared > device.shared_per_block)
+    return Launch(&SampleKernel, shape, queue, "Sample", p, blocks);
+  Launch(&QuickSampleKernel, quick, queue, "Sample", p, quick_blocks);
+  shape.grid = dim3(static_cast<unsigned>(std::min(rows, resident) * blocks));
+  Launch(&SamplePendingKernel, shape, queue, "Sample", p, static_cast<int>(rows));
 }
 
 }  // namespace k3::cuda

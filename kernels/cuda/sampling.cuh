@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/sampling_few.cuh"
+#include "kernels/cuda/sampling_quick.cuh"
 
 // Sampling: a cluster of blocks owns a row and keeps it in shared memory, each block a slice of consecutive ids, so
 // that the logits are read once. Sums run in fixed orders and the histograms below are of integers, hence the result
@@ -15,50 +16,23 @@ class RowSampler : public FewSampler {
 
   __device__ void Run() {
     if (rank_ == 0) Clear();
-    // Raw statistics: maximum, sum of exponentials, anything that is not a number below +inf.
     float own_top = -INFINITY;
-    bool bad = false;
-    const float* from = logits_ + begin_;
-    const bool aligned = reinterpret_cast<uintptr_t>(from) % 16 == 0;
-#pragma unroll 5
-    for (int i = threadIdx.x; i < packs_; i += kSampleThreads) {
-      float4 z;
-      if (aligned && 4 * i + 3 < size_) {
-        z = *reinterpret_cast<const float4*>(from + 4 * i);
-      } else {
-        z.x = from[4 * i];
-        z.y = 4 * i + 1 < size_ ? from[4 * i + 1] : -INFINITY;
-        z.z = 4 * i + 2 < size_ ? from[4 * i + 2] : -INFINITY;
-        z.w = 4 * i + 3 < size_ ? from[4 * i + 3] : -INFINITY;
+    const float2 scanned = ScanSlice(logits_ + begin_, size_, threadIdx.x, [&](int batch, float top, const float4* z) {
+      own_top = fmaxf(own_top, top);
+#pragma unroll
+      for (int j = 0; j < kScanPacks; ++j) {
+        const int i = static_cast<int>(threadIdx.x) + kSampleThreads * (batch * kScanPacks + j);
+        if (i < packs_) Slice(i) = z[j];
       }
-      Slice(i) = z;
-      bad |= !(z.x < INFINITY) || !(z.y < INFINITY) || !(z.z < INFINITY) || !(z.w < INFINITY);
-      own_top = fmaxf(own_top, fmaxf(fmaxf(z.x, z.y), fmaxf(z.z, z.w)));
-    }
-    const float top = BlockBest({own_top, 0}).value;
-    float sum = 0;
-    if (top > -INFINITY) {
-      const auto power = [&](float z) { return Exp2((z - top) * kLog2Of); };
-#pragma unroll 5
-      for (int i = threadIdx.x; i < packs_; i += kSampleThreads) {
-        const float4 z = Slice(i);
-        sum += (power(z.x) + power(z.y)) + (power(z.z) + power(z.w));
-      }
-    }
-    sum = BlockTotal(sum);
-    const bool block_bad = __syncthreads_or(bad) != 0;
-    const float4* all = Exchange({top, sum, block_bad ? 1.0f : 0.0f, 0.0f});
-    float raw_top = -INFINITY;
-    bool any_bad = false;
-    for (int b = 0; b < blocks_; ++b) {
-      raw_top = fmaxf(raw_top, all[b].x);
-      any_bad |= all[b].z != 0;
-    }
-    if (any_bad || !(raw_top > -INFINITY)) return Finish(SampleStatus::kNonFinite);
-    float total = 0;
-    for (int b = 0; b < blocks_; ++b) total += all[b].y > 0 ? all[b].y * __expf(all[b].x - raw_top) : 0.0f;
-    raw_top_ = raw_top;
-    log_sum_ = logf(total);
+    });
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Join();
+    if (lane < blocks_) *InBlock(&s_.partial[rank_ * kSampleWarps + warp], lane) = scanned;
+    Exchange({});
+    const ScanTotal scan = ScanCombine(s_.partial, blocks_, lane);
+    if (!(scan.sum > 0)) return Finish(SampleStatus::kNonFinite);
+    raw_top_ = scan.top;
+    log_sum_ = logf(scan.sum);
 
     if (row_.top_logprobs > 0) TopLogprobs(min(min(row_.top_logprobs, p_.max_top_logprobs), kSampleMaxTop));
     if (row_.logprob_of >= 0 && row_.logprob_of < vocab_ && First()) p_.logprob[index_] = Logprob(row_.logprob_of);
@@ -66,7 +40,7 @@ class RowSampler : public FewSampler {
 
     const bool greedy = row_.temperature <= 0 || row_.top_k == 1;
     const bool edited = row_.edit_begin < row_.edit_end || row_.mask_row >= 0;
-    SampleEntry best{raw_top, 0};
+    SampleEntry best{raw_top_, 0};
     if (edited || greedy) {
       if (edited) {
         Edit();
@@ -89,7 +63,10 @@ class RowSampler : public FewSampler {
       Slice(i) = {Distance(z.x), Distance(z.y), Distance(z.z), Distance(z.w)};
     }
     __syncthreads();
-    if (row_.top_k > 0 && row_.top_k < vocab_) CutAt<true>(static_cast<float>(row_.top_k));
+    if (row_.top_k > 0 && row_.top_k < vocab_) {
+      CutAt<true>(static_cast<float>(row_.top_k));
+      if (row_.top_k <= kSampleFewTop) return ChooseAmongKept();
+    }
     if (row_.top_p < 1) CutAt<false>(row_.top_p);
     if (row_.min_p > 0 && logf(row_.min_p) > cut_.value) cut_ = {logf(row_.min_p), INT_MAX};
     Draw();
@@ -220,12 +197,55 @@ class RowSampler : public FewSampler {
   }
 };
 
+// A row that asks for anything, whose cluster has arrived once. The slice is the block's second part of shared memory.
+__device__ inline void SampleAnyRow(const SampleParams& p, SampleShared& s, int row, int blocks) {
+  RowSampler(p, s, reinterpret_cast<float*>(&s + 1), row, blocks).Run();
+}
+
 // Grid (rows * blocks) in clusters of `blocks`.
-__global__ void __launch_bounds__(kSampleThreads) SampleKernel(SampleParams p, int blocks) {
+__global__ void __launch_bounds__(kSampleThreads, 1) SampleKernel(SampleParams p, int blocks) {
   SampleShared& s = *DynamicShared<SampleShared>();
-  float* slice = reinterpret_cast<float*>(&s + 1);
+  const int index = blockIdx.x / blocks;
+  const SampleRow row = p.rows[index];
   ClusterArrive();
-  RowSampler(p, s, slice, blockIdx.x / blocks, blocks).Run();
+  if (QuickSampler<kSampleThreads>::Takes(row)) {
+    // In the place of the slice.
+    QuickShared& quick = *reinterpret_cast<QuickShared*>(&s + 1);
+    if (QuickSampler<kSampleThreads>(p, quick, row, index, blocks, blocks).Run()) return;
+    __syncthreads();
+    ClusterArrive();
+  }
+  SampleAnyRow(p, s, index, blocks);
+}
+
+constexpr int kQuickThreads = 1024;
+constexpr int32_t kSamplePending = -1;  // status of a row that QuickSampleKernel leaves to SamplePendingKernel
+
+// Many rows: the quick ones, each by a cluster of `blocks`.
+__global__ void __launch_bounds__(kQuickThreads, 1) QuickSampleKernel(SampleParams p, int blocks) {
+  QuickShared& s = *DynamicShared<QuickShared>();
+  const int index = blockIdx.x / blocks;
+  const SampleRow row = p.rows[index];
+  if (blocks > 1) ClusterArrive();
+  if (QuickSampler<kQuickThreads>::Takes(row)) {
+    if (QuickSampler<kQuickThreads>(p, s, row, index, kSampleBlocks, blocks).Run()) return;
+  } else if (blocks > 1) {
+    ClusterWait();
+  }
+  if (blockIdx.x % blocks == 0 && threadIdx.x == 0) p.status[index] = kSamplePending;
+}
+
+// What QuickSampleKernel left, by resident clusters of kSampleBlocks.
+__global__ void __launch_bounds__(kSampleThreads, 1) SamplePendingKernel(SampleParams p, int rows) {
+  SampleShared& s = *DynamicShared<SampleShared>();
+  for (int row = blockIdx.x / kSampleBlocks; row < rows; row += gridDim.x / kSampleBlocks) {
+    if (p.status[row] != kSamplePending) continue;
+    ClusterArrive();
+    SampleAnyRow(p, s, row, kSampleBlocks);
+    // All have left the row before its shared memory is another's.
+    ClusterArrive();
+    ClusterWait();
+  }
 }
 
 }  // namespace k3::cuda

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cuda/sampling_choice.cuh"
 #include "kernels/cuda/sampling_cut.cuh"
 
 namespace k3::cuda {
@@ -76,77 +77,30 @@ class FewSampler : public SampleCuts {
     });
     __syncthreads();
     const int size = s_.list_size;
-    const int kept = min(size, row_.top_k);
-    for (int i = threadIdx.x; i < size; i += kSampleThreads) {
-      const SampleEntry entry = close[i];
-      int place = 0;
-      for (int j = 0; j < size; ++j) place += EntryBefore(close[j], entry);
-      if (place < kept) s_.warp_few[place] = entry;
-    }
-    __syncthreads();
-    if (threadIdx.x < 32) ChooseOrdered(kept);
+    ChooseAmong(close, size);
     return true;
   }
 
-  // top_p, min_p and the draw among the `count` kept entries s_.warp_few, best first, by one warp.
-  __device__ void ChooseOrdered(int count) {
-    const int lane = threadIdx.x;
-    const auto weight_of = [&](int i) { return i < count ? __expf(s_.warp_few[i].value) : 0.0f; };
-    // Two neighbours a lane, so that running sums are in order.
-    float weight[2] = {weight_of(2 * lane), weight_of(2 * lane + 1)};
-    float before[2];
-    const float total = RunningSums(weight, before, lane);
-    const float wanted = row_.top_p < 1 ? row_.top_p * total : INFINITY;
-    const float floor = row_.min_p > 0 ? logf(row_.min_p) : -INFINITY;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int i = 2 * lane + e;
-      const bool keep = i < count && (before[e] < wanted || i == 0) && s_.warp_few[i].value >= floor;
-      if (!keep) weight[e] = 0;
-      s_.warp_weight[i] = weight[e];
+  // After the cut of a small top_k: block 0 gathers what is left.
+  __device__ void ChooseAmongKept() {
+    if (threadIdx.x == 0) s_.list_size = 0;
+    Exchange({});
+    SampleShared* first = InBlock(&s_, 0);
+    for (int i = threadIdx.x; i < size_; i += kSampleThreads) {
+      if (x_[i] > -INFINITY && Kept(x_[i], begin_ + i))
+        first->list[atomicAdd(&first->list_size, 1)] = {x_[i], begin_ + i};
     }
-    __syncwarp();
-    const float kept_total = RunningSums(weight, before, lane);
-    // In the order of ids: the drawn entry is the last with weight before whose weights the target is not passed.
-    const float target = row_.uniform * kept_total;
-    float best_before = -1;
-    int best_id = -1;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      if (!(weight[e] > 0)) continue;
-      const int id = s_.warp_few[2 * lane + e].id;
-      float sum = 0;
-      for (int j = 0; j < count; ++j) {
-        if (s_.warp_few[j].id < id) sum += s_.warp_weight[j];
-      }
-      if (sum <= target && (sum > best_before || (sum == best_before && id > best_id))) {
-        best_before = sum;
-        best_id = id;
-      }
-    }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      const float other_before = __shfl_xor_sync(kAllLanes, best_before, offset);
-      const int other_id = __shfl_xor_sync(kAllLanes, best_id, offset);
-      if (other_before > best_before || (other_before == best_before && other_id > best_id)) {
-        best_before = other_before;
-        best_id = other_id;
-      }
-    }
-    if (lane == 0) Choose(best_id);
+    Exchange({});
+    if (rank_ == 0) ChooseAmong(s_.list, s_.list_size);
   }
-  // before[e]: sum of the values ahead of (lane, e) in the order of lanes; returns the sum of all.
-  static __device__ float RunningSums(const float (&value)[2], float (&before)[2], int lane) {
-    const float own = value[0] + value[1];
-    float through = own;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const float other = __shfl_up_sync(kAllLanes, through, offset);
-      if (lane >= offset) through += other;
-    }
-    before[0] = through - own;
-    before[1] = before[0] + value[0];
-    return __shfl_sync(kAllLanes, through, 31);
+
+ private:
+  __device__ void ChooseAmong(const SampleEntry* list, int size) {
+    const int kept = min(size, row_.top_k);
+    SampleOrder(s_.choice, list, size, kept, [](float x) { return x; });
+    if (threadIdx.x >= 32) return;
+    const int id = SampleDrawOrdered(s_.choice, kept, row_, threadIdx.x);
+    if (threadIdx.x == 0) Choose(id);
   }
 };
 

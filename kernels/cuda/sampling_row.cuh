@@ -32,8 +32,17 @@ __device__ __forceinline__ bool EntryBefore(const SampleEntry& a, const SampleEn
   return a.value > b.value || (a.value == b.value && a.id < b.id);
 }
 
+// The entries that a small top_k keeps.
+struct SampleChoice {
+  SampleEntry kept[kSampleFewTop];  // best first, by their distance from the maximum
+  int id_place[kSampleFewTop];      // of the kept entries in the order of ids
+  int id_at[kSampleFewTop];         // ids in that order
+  float by_id[kSampleFewTop];       // and weights
+};
+
 struct SampleShared {
   float4 exchange[2][kSampleBlocks];
+  float2 partial[kSampleBlocks * kSampleWarps];  // of every warp of the row: ScanSlice's result
   SampleEntry warp_best[kSampleWarps];
   float warp_sum[kSampleWarps];
   unsigned count[kSampleBuckets], lack[kSampleBuckets];              // this block's
@@ -44,8 +53,7 @@ struct SampleShared {
     SampleEntry top[kSampleBlocks][kSampleMaxTop];   // the blocks' best raw logits, in block 0
   };
   unsigned list_lack[kSampleList];
-  SampleEntry warp_few[kSampleFewTop];  // kept entries of a small top_k, best first
-  float warp_weight[kSampleFewTop];
+  SampleChoice choice;
   int list_size;
   int found;      // bucket, or place in the list
   float missing;  // what the entries of that bucket must still bring
@@ -134,12 +142,16 @@ class SampleSliceView {
     for (int w = 0; w < kSampleWarps; ++w) total += s_.warp_sum[w];
     return total;
   }
+  // The other blocks have started, so their shared memory may be written.
+  __device__ void Join() {
+    if (!running_) ClusterWait();
+    running_ = true;
+  }
   // Every block's value, by rank. Also a barrier of the cluster.
   __device__ const float4* Exchange(float4 value) {
     float4(&slots)[kSampleBlocks] = s_.exchange[parity_];
     parity_ ^= 1;
-    if (!running_) ClusterWait();  // the other blocks have started, so their shared memory may be written
-    running_ = true;
+    Join();
     if (static_cast<int>(threadIdx.x) < blocks_) *InBlock(&slots[rank_], threadIdx.x) = value;
     ClusterArrive();
     ClusterWait();

@@ -85,6 +85,39 @@ TEST_P(AttnResTest, MatchesTheOracle) {
   }
 }
 
+// So many rows that a device keeps blocks resident, which take several each.
+TEST_P(AttnResTest, ManyRowsAreAsAFew) {
+  Random random(3);
+  const int64_t rows = 1100;
+  for (int64_t cols : {64, 328}) {
+    for (int live_block : {0, 3, 8}) {
+      for (const auto& [delta, restart] : {std::pair{false, false}, std::pair{true, false}, std::pair{true, true}}) {
+        if (live_block == 0 && restart) continue;
+        const std::vector<float> bank = Round(random.Normal((live_block + 1) * rows * cols, 2), act());
+        const std::vector<float> add = Round(random.Normal(rows * cols), act());
+        const std::vector<float> query = random.Normal(cols, 0.5f), norm = random.Normal(cols, 0.2f, 1);
+        const auto all = Run({rows, cols, live_block, delta, restart}, bank, add, query, norm, 0);
+        const int64_t few = 100;
+        for (int64_t begin = 0; begin < rows; begin += few) {
+          std::vector<float> part;
+          for (int j = 0; j <= live_block; ++j) {
+            part.insert(part.end(), bank.begin() + (j * rows + begin) * cols,
+                        bank.begin() + (j * rows + begin + few) * cols);
+          }
+          const std::vector<float> part_add(add.begin() + begin * cols, add.begin() + (begin + few) * cols);
+          const auto some = Run({few, cols, live_block, delta, restart}, part, part_add, query, norm, 0);
+          const std::vector<float> want(all.second.begin() + begin * cols, all.second.begin() + (begin + few) * cols);
+          ExpectSameBits(some.second, want, "rows from " + std::to_string(begin));
+          ExpectSameBits(Slice(some.first, few * cols, live_block, 1),
+                         {all.first.begin() + (live_block * rows + begin) * cols,
+                          all.first.begin() + (live_block * rows + begin + few) * cols},
+                         "live rows from " + std::to_string(begin));
+        }
+      }
+    }
+  }
+}
+
 TEST_P(AttnResTest, LargeScoresPickOneSource) {
   // Scores of +-cols: the softmax must neither overflow nor lose the small source entirely to NaN.
   const Case c{1, 128, 1, false, false};

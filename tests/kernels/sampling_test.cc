@@ -114,11 +114,11 @@ TEST_P(SamplingTest, PromptRowsReturnTheAskedLogProbabilityAndNoToken) {
 TEST_P(SamplingTest, DrawsFollowTheOracle) {
   Random random(3);
   int compared = 0;
-  for (int64_t vocab : {5, 64, 1000, 4096}) {
+  for (int64_t vocab : {5, 64, 1000, 4096, 9001}) {
     for (int variant = 0; variant < 24; ++variant) {
       const std::vector<float> logits = random.Normal(vocab, variant % 2 == 0 ? 3.0f : 0.5f);
       SampleRow row = Row(variant % 3 == 0 ? 0.7f : variant % 3 == 1 ? 1.0f : 2.5f);
-      if (variant & 1) row.top_k = random.Int(1, static_cast<int>(vocab));
+      if (variant & 1) row.top_k = random.Int(1, static_cast<int>(variant & 8 ? std::min<int64_t>(vocab, 60) : vocab));
       if (variant & 2) row.top_p = random.Uniform(1, 0.05f, 0.99f)[0];
       if (variant & 4) row.min_p = random.Uniform(1, 0.01f, 0.5f)[0];
       std::vector<SampleRow> rows;
@@ -299,24 +299,78 @@ TEST_P(SamplingTest, MasksLimitTheChoice) {
 
 TEST_P(SamplingTest, RowsDoNotDependOnTheBatch) {
   Random random(10);
-  const int64_t vocab = 4096;
+  for (int64_t vocab : {4096, 20011}) {
+    std::vector<std::vector<float>> logits;
+    std::vector<SampleRow> rows;
+    for (int i = 0; i < 40; ++i) {
+      logits.push_back(random.Normal(vocab, 2));
+      // Many equal values: more entries may be among the best than fast paths have room for.
+      if (i % 7 == 3) {
+        for (float& z : logits.back()) z = std::round(z);
+      }
+      SampleRow row = Row(i % 4 == 0 ? 0.0f : 1.0f, random.Uniform(1, 0, 1)[0]);
+      row.top_p = i % 3 == 0 ? 0.9f : 1.0f;
+      row.top_k = i % 5 == 0 ? 50 : i % 5 == 1 ? 7 : i % 5 == 2 ? 64 : 0;
+      row.top_logprobs = i % 6 == 2 ? 3 : 0;
+      row.draw = i % 11 != 5;
+      row.logprob_of = i % 11 == 5 ? i : -1;
+      rows.push_back(row);
+    }
+    const Result all = Run(logits, rows);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const Result one = Run({logits[i]}, {rows[i]});
+      EXPECT_EQ(one.token[0], all.token[i]) << i;
+      EXPECT_EQ(one.status[0], all.status[i]) << i;
+      EXPECT_EQ(one.logprob[0], all.logprob[i]) << i;
+      EXPECT_EQ(one.Top(0, rows[i].top_logprobs), all.Top(static_cast<int64_t>(i), rows[i].top_logprobs)) << i;
+    }
+  }
+}
+
+// A full batch over a large vocabulary: rows of every kind beside each other, with values so coarse that hundreds are
+// equal at the cut, with others that no draw may take, and rows without a distribution.
+TEST_P(SamplingTest, LargeBatchesFollowTheOracle) {
+  Random random(12);
+  const int64_t vocab = 12289;
+  int compared = 0;
   std::vector<std::vector<float>> logits;
   std::vector<SampleRow> rows;
-  for (int i = 0; i < 24; ++i) {
-    logits.push_back(random.Normal(vocab, 2));
-    SampleRow row = Row(i % 4 == 0 ? 0.0f : 1.0f, random.Uniform(1, 0, 1)[0]);
-    row.top_p = i % 3 == 0 ? 0.9f : 1.0f;
-    row.top_k = i % 5 == 0 ? 50 : 0;
-    row.top_logprobs = i % 3;
+  for (int i = 0; i < 72; ++i) {
+    const float coarse = i % 4 == 1 ? 1.0f : i % 4 == 2 ? 0.125f : 0.0f;
+    std::vector<float> row_logits = random.Normal(vocab, i % 3 == 0 ? 0.01f : 3.0f);
+    for (float& z : row_logits) {
+      if (coarse > 0) z = std::round(z / coarse) * coarse;
+    }
+    if (i % 9 == 4) std::fill(row_logits.begin() + 20, row_logits.end(), -kInf);
+    if (i % 9 == 5) std::fill(row_logits.begin(), row_logits.end(), 1.5f);
+    if (i == 17) row_logits[9000] = kNan;
+    if (i == 40) row_logits[12288] = kInf;
+    if (i == 63) std::fill(row_logits.begin(), row_logits.end(), -kInf);
+    SampleRow row = Row(i % 8 == 7 ? 0.0f : 0.8f, random.Uniform(1, 0, 1)[0]);
+    row.top_k = i % 5 == 4 ? 200 : random.Int(1, 64);
+    row.top_p = i % 2 == 0 ? 0.95f : 1.0f;
+    row.min_p = i % 6 == 3 ? 0.05f : 0.0f;
     rows.push_back(row);
+    logits.push_back(std::move(row_logits));
   }
-  const Result all = Run(logits, rows);
-  for (int i = 0; i < 24; ++i) {
-    const Result one = Run({logits[i]}, {rows[i]});
-    EXPECT_EQ(one.token[0], all.token[i]) << i;
-    EXPECT_EQ(one.logprob[0], all.logprob[i]) << i;
-    EXPECT_EQ(one.Top(0, rows[i].top_logprobs), all.Top(i, rows[i].top_logprobs)) << i;
+  const Result result = Run(logits, rows);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (i == 17 || i == 40 || i == 63) {
+      EXPECT_EQ(result.status[i], static_cast<int32_t>(SampleStatus::kNonFinite)) << i;
+      EXPECT_EQ(result.token[i], -1) << i;
+      continue;
+    }
+    EXPECT_EQ(result.status[i], static_cast<int32_t>(SampleStatus::kOk)) << i;
+    const oracle::SampleResult expected = oracle::Sample(logits[i], rows[i], {}, {});
+    const double u = double{rows[i].uniform};
+    const int32_t low = oracle::Draw(expected, std::max(0.0, u - 2e-5));
+    const int32_t high = oracle::Draw(expected, std::min(0.9999999, u + 2e-5));
+    if (low != high) continue;
+    ++compared;
+    EXPECT_EQ(result.token[i], low) << i;
+    EXPECT_NEAR(result.logprob[i], expected.log_probabilities[low], 5e-5) << i;
   }
+  EXPECT_GT(compared, 60);
 }
 
 TEST_P(SamplingTest, TheWholePublishedVocabulary) {
