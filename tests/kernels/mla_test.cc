@@ -61,6 +61,30 @@ class MlaTest : public OpTest {
     MlaPages pages;
   };
 
+  // Appends tokens [0, count[i]) of each sequence.
+  void AppendOnly(const MlaShape& s, const Weights& w, const std::vector<const Sequence*>& sequences,
+                  const std::vector<int64_t>& count, Pool& pool) {
+    std::vector<SequenceSpec> specs;
+    std::vector<float> kv_a;
+    for (size_t i = 0; i < sequences.size(); ++i) {
+      specs.push_back({static_cast<int32_t>(count[i]), 0, 0, sequences[i]->pages});
+      const std::vector<float> lines = Slice(sequences[i]->kv_a, s.line(), 0, count[i]);
+      kv_a.insert(kv_a.end(), lines.begin(), lines.end());
+    }
+    const DeviceBatch batch(ops(), specs);
+    const DeviceMatrix device_kv(ops(), act(), batch.tokens(), s.line(), kv_a);
+    MlaAppendParams params;
+    params.batch = batch.get();
+    params.kv_a = device_kv;
+    params.norm_weight = w.device_norm->data();
+    params.norm_eps = 1e-6f;
+    params.latent_dim = s.latent;
+    params.rope_dim = s.rope;
+    params.pages = pool.pages;
+    ops().MlaAppend(params, ops().stream());
+    ops().Synchronize(ops().stream());
+  }
+
   // Appends and attends tokens [begin[i], begin[i] + count[i]) of each sequence in one step.
   std::vector<float> Step(const MlaShape& s, const Weights& w, const std::vector<const Sequence*>& sequences,
                           const std::vector<int64_t>& begin, const std::vector<int64_t>& count, Pool& pool,
@@ -187,6 +211,55 @@ TEST_P(MlaTest, SequencesOfOneStepAreIndependent) {
   ExpectClose(Slice(out, width, 0, 70), Expected(s, w, a, 0, 70, cache_dtype()), mla_tolerance(), "first");
   ExpectClose(Slice(out, width, 70, 1), Expected(s, w, b, 0, 1, cache_dtype()), mla_tolerance(), "second");
   ExpectClose(Slice(out, width, 71, 10), Expected(s, w, c, 190, 10, cache_dtype()), mla_tolerance(), "third");
+}
+
+// Devices cut the keys of a decode into equal shares that do not end where sequences end.
+TEST_P(MlaTest, DecodesManySequencesOfUnevenLength) {
+  const MlaShape s;
+  const Weights w = MakeWeights(s, 40);
+  std::vector<Sequence> sequences;
+  int32_t page = 0;
+  for (int64_t length : {1, 2900, 64, 65, 700, 1500, 3, 128, 2049, 1000, 1, 1, 640, 63, 1111, 2500}) {
+    std::vector<int32_t> pages(static_cast<size_t>((length + s.page_size - 1) / s.page_size));
+    std::iota(pages.rbegin(), pages.rend(), page);
+    page += static_cast<int32_t>(pages.size());
+    sequences.push_back(MakeSequence(s, length, static_cast<uint32_t>(41 + page), pages));
+  }
+  Pool pool(ops(), s, page, cache_dtype());
+  for (const size_t count : {sequences.size(), size_t{2}}) {  // the second also takes the path of few tokens
+    std::vector<const Sequence*> batch;
+    std::vector<int64_t> context;
+    for (size_t i = 0; i < count; ++i) {
+      batch.push_back(&sequences[i]);
+      context.push_back(sequences[i].length - 1);
+    }
+    AppendOnly(s, w, batch, context, pool);
+    const std::vector<float> out = Step(s, w, batch, context, std::vector<int64_t>(count, 1), pool);
+    for (size_t i = 0; i < count; ++i) {
+      ExpectClose(Slice(out, s.heads * s.value, static_cast<int64_t>(i), 1),
+                  Expected(s, w, sequences[i], context[i], 1, cache_dtype()), mla_tolerance(),
+                  "sequence " + std::to_string(i) + " of " + std::to_string(count));
+    }
+    EXPECT_EQ(Step(s, w, batch, context, std::vector<int64_t>(count, 1), pool), out) << "not the same bits again";
+  }
+}
+
+// More than 32 and more than 64 rows of a sequence.
+TEST_P(MlaTest, DecodesManyHeads) {
+  MlaShape s;
+  s.heads = 40;
+  const Weights w = MakeWeights(s, 70);
+  const Sequence a = MakeSequence(s, 130, 71, Pages({3, 1, 0})), b = MakeSequence(s, 7, 72, Pages({2}));
+  Pool pool(ops(), s, 4, cache_dtype());
+  for (const int64_t tokens : {1, 2}) {
+    AppendOnly(s, w, {&a, &b}, {130 - tokens, 7 - tokens}, pool);
+    const std::vector<float> out = Step(s, w, {&a, &b}, {130 - tokens, 7 - tokens}, {tokens, tokens}, pool);
+    const int64_t width = s.heads * s.value;
+    ExpectClose(Slice(out, width, 0, tokens), Expected(s, w, a, 130 - tokens, tokens, cache_dtype()), mla_tolerance(),
+                "first, tokens: " + std::to_string(tokens));
+    ExpectClose(Slice(out, width, tokens, tokens), Expected(s, w, b, 7 - tokens, tokens, cache_dtype()),
+                mla_tolerance(), "second, tokens: " + std::to_string(tokens));
+  }
 }
 
 TEST_P(MlaTest, WorksWithoutGate) {
