@@ -4,6 +4,8 @@
 #include "kernels/cuda/kda_prepare.cuh"
 #include "kernels/cuda/kda_recur.cuh"
 #include "kernels/cuda/kda_step.cuh"
+#include "kernels/cuda/kda_stream.cuh"
+#include "kernels/cuda/kda_wide.cuh"
 #include "kernels/cuda/op_table.h"
 
 namespace k3::cuda {
@@ -110,14 +112,40 @@ bool RowsAligned(const KdaParams& p, int64_t elements) {
   return true;
 }
 
+// The kernels for single tokens, by the number of states: up to one a multiprocessor KdaStepKernel is fastest, up to
+// kWideStates times as many KdaWideKernel, beyond KdaStreamKernel (measured between 32 and 12,288 states).
+constexpr int kWideStates = 32;
+
 template <typename T, typename StateT>
 void Step(const Device& device, const KdaParams& p, int max_tokens, cudaStream_t queue) {
-  const int64_t items = static_cast<int64_t>(p.batch->num_sequences) * p.heads;
+  const SequenceBatch& batch = *p.batch;
+  bool single = true;
+  for (int s = 0; s < batch.num_sequences; ++s) {
+    single = single && batch.host_token_begin[s + 1] - batch.host_token_begin[s] <= 1;
+  }
+  const bool aligned = RowsAligned(p, 4);
+  const int64_t items = static_cast<int64_t>(batch.num_sequences) * p.heads;
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(std::min<int64_t>(items, device.multiprocessors)));
+  shape.grid = dim3(static_cast<unsigned>(p.heads), static_cast<unsigned>(batch.num_sequences));
   shape.block = dim3(kStepThreads);
-  shape.shared = sizeof(KdaStepShared<StateT>);
-  Launch(&KdaStepKernel<T, StateT>, shape, queue, "KdaStep", p, *p.batch, max_tokens);
+  shape.shared = sizeof(KdaStepShared<T, kStepChunk>);
+  auto* kernel = &KdaStepKernel<T, StateT, kStepChunk, true>;
+  if (!aligned) {
+    kernel = &KdaStepKernel<T, StateT, kStepChunk, false>;
+  } else if (single && (device.batch_invariant || items <= device.multiprocessors)) {
+    shape.shared = sizeof(KdaStepShared<T, 1>);
+    kernel = &KdaStepKernel<T, StateT, 1, true>;
+  } else if (single && items <= int64_t{kWideStates} * device.multiprocessors) {
+    shape.block = dim3(kWideThreads);
+    shape.shared = sizeof(KdaStepShared<T, 1>);
+    kernel = &KdaWideKernel<T, StateT>;
+  } else if (single) {
+    shape.grid = dim3(static_cast<unsigned>(device.multiprocessors));
+    shape.block = dim3(kStreamThreads);
+    shape.shared = sizeof(KdaStreamShared<StateT>);
+    kernel = &KdaStreamKernel<T, StateT>;
+  }
+  Launch(kernel, shape, queue, "KdaStep", p, batch, max_tokens);
 }
 
 template <typename T, typename StateT>

@@ -26,6 +26,13 @@ __device__ __forceinline__ void CopyAsync16(void* shared, const void* global, bo
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// The same for 4 or 8 bytes.
+template <int kBytes>
+__device__ __forceinline__ void CopyAsyncSmall(void* shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(SharedAddress(shared)), "l"(global), "n"(kBytes),
+               "r"(valid ? kBytes : 0)
+               : "memory");
+}
 __device__ __forceinline__ void CopyAsyncCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most kPending of this thread's groups are in flight.
 template <int kPending>
@@ -265,6 +272,31 @@ __device__ __forceinline__ uint4 LoadStreaming16(const void* global) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(global));
   return v;
+}
+
+// What is touched with this policy leaves the second-level cache first.
+__device__ __forceinline__ uint64_t EvictFirstPolicy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint4 LoadHinted16(const void* global, uint64_t policy) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(global), "l"(policy)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void StoreHinted16(void* global, uint4 v, uint64_t policy) {
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(global), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w), "l"(policy)
+               : "memory");
+}
+// What `value` is used for stays behind this point.
+__device__ __forceinline__ void Pin(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }
+__device__ __forceinline__ void PrefetchL2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
 // --- clusters of blocks ---

@@ -117,7 +117,7 @@ class KdaTest : public OpTest {
   // One step over several sequences. `inputs` share the weights. Returns the packed output.
   std::vector<float> Step(const std::vector<oracle::KdaInput>& inputs, const std::vector<int32_t>& slots,
                           const Weights& weights, Pool& pool, const std::vector<SnapshotSpec>& snapshots = {},
-                          const std::vector<int32_t>& contexts = {}) {
+                          const std::vector<int32_t>& contexts = {}, int64_t row_gap = 8) {
     std::vector<SequenceSpec> sequences;
     std::vector<float> qkv, decay, beta, gate;
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -131,11 +131,11 @@ class KdaTest : public OpTest {
     const KdaShape& shape = pool.shape;
     const DeviceBatch batch(ops(), sequences, snapshots);
     const int64_t tokens = batch.tokens();
-    const DeviceMatrix device_qkv(ops(), act(), tokens, 3 * shape.width(), qkv);
-    const DeviceMatrix device_decay(ops(), act(), tokens, shape.width(), decay);
-    const DeviceMatrix device_beta(ops(), act(), tokens, shape.heads, beta);
-    const DeviceMatrix device_gate(ops(), act(), tokens, shape.width(), gate);
-    const DeviceMatrix out(ops(), act(), tokens, shape.width());
+    const DeviceMatrix device_qkv(ops(), act(), tokens, 3 * shape.width(), qkv, row_gap);
+    const DeviceMatrix device_decay(ops(), act(), tokens, shape.width(), decay, row_gap);
+    const DeviceMatrix device_beta(ops(), act(), tokens, shape.heads, beta, row_gap);
+    const DeviceMatrix device_gate(ops(), act(), tokens, shape.width(), gate, row_gap);
+    const DeviceMatrix out(ops(), act(), tokens, shape.width(), row_gap);
     const DeviceBytes scratch(ops(), ops().KdaScratchBytes(tokens, static_cast<int64_t>(inputs.size()), shape.heads,
                                                            shape.head_dim, shape.conv_width));
     KdaParams params;
@@ -444,6 +444,101 @@ TEST_P(KdaTest, PackedSequencesAtTheModelsHeadSize) {
       row += lengths[i];
     }
   }
+}
+
+// Verification of drafted tokens: the state after each prefix of up to eight tokens can be kept, at the models' head
+// size, whether or not rows of the inputs start at multiples of 16 bytes.
+TEST_P(KdaTest, EveryPrefixOfFewTokensCanBeKept) {
+  const KdaShape shape;
+  for (int64_t tokens : {2, 3, 5, 8}) {
+    for (int64_t row_gap : {8, 5}) {
+      // Row 0 is a padding sequence's. Snapshots after all tokens but the last (of eight: after the last four before
+      // it).
+      oracle::KdaInput in = MakeInput(shape, tokens, 140 + static_cast<uint32_t>(tokens));
+      in.gate_kind = tokens == 3 ? KdaGate::kSoftplus : KdaGate::kBounded;
+      oracle::KdaInput padding = Part(in, 0, 1);
+      const int64_t kept = std::min<int64_t>(tokens - 1, kSlots - 2);
+      const int64_t first_kept = tokens == 8 ? 3 : 0;  // after tokens 3 to 6, or after all but the last
+      std::vector<SnapshotSpec> snapshots;
+      for (int64_t i = 0; i < kept; ++i) {
+        snapshots.push_back({static_cast<int32_t>(1 + first_kept + i), static_cast<int32_t>(1 + i)});
+      }
+      Pool pool(ops(), shape, DType::kF32);
+      oracle::KdaState state = RandomState(shape, 141);
+      pool.Set(0, state);
+      const std::vector<uint8_t> untouched = pool.Raw(kSlots - 1);
+      const std::vector<float> out = Step({padding, in}, {-1, 0}, Upload(in), pool, snapshots, {0, 17}, row_gap);
+      std::vector<oracle::KdaState> after;
+      const std::string what = std::to_string(tokens) + " tokens, gap " + std::to_string(row_gap);
+      ExpectClose(Slice(out, shape.width(), 1, tokens), oracle::Kda(in, state, &after), kda_tolerance(), what);
+      for (int64_t i = 0; i <= kept; ++i) {
+        const int slot = static_cast<int>(i == kept ? 0 : 1 + i);
+        const oracle::KdaState& expected = i == kept ? state : after[static_cast<size_t>(first_kept + i)];
+        const std::string where = what + ", slot " + std::to_string(slot);
+        ExpectClose(pool.State(slot), expected.state, kda_tolerance(), where);
+        ExpectSameBits(pool.Conv(slot), std::vector<float>(expected.conv.begin(), expected.conv.end()), where);
+      }
+      EXPECT_EQ(pool.Raw(kSlots - 1), untouched) << what;
+    }
+  }
+}
+
+// A device may choose its kernel by the number of sequences; the others here are padding.
+TEST_P(KdaTest, SingleTokensInBatchesOfEverySize) {
+  const KdaShape shape;
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    for (size_t sequences : {2, 100, 2200}) {
+      if (slow() && sequences > 100) continue;
+      oracle::KdaInput first = MakeInput(shape, 1, 160), last = MakeInput(shape, 1, 161);
+      last.conv_taps = first.conv_taps;
+      last.dt_bias = first.dt_bias;
+      last.a_log = first.a_log;
+      last.norm_weight = first.norm_weight;
+      first.bf16_state = last.bf16_state = dtype == DType::kBF16;
+      std::vector<oracle::KdaInput> inputs(sequences, last);
+      inputs[0] = first;
+      std::vector<int32_t> slots(sequences, -1);
+      slots[0] = 4;
+      slots.back() = 1;
+      Pool pool(ops(), shape, dtype);
+      oracle::KdaState state_a = RandomState(shape, 162, dtype), state_b = RandomState(shape, 163, dtype);
+      pool.Set(4, state_a);
+      pool.Set(1, state_b);
+      const std::vector<uint8_t> untouched = pool.Raw(0);
+      const std::vector<float> out = Step(inputs, slots, Upload(first), pool, {{0, 5}});
+      const std::string what = std::to_string(sequences) + " sequences, state " + Name(dtype);
+      const double tolerance = std::max(dtype == DType::kBF16 ? 2e-3 : 0.0, kda_tolerance());
+      const int64_t width = shape.width(), final_row = static_cast<int64_t>(sequences) - 1;
+      ExpectClose(Slice(out, width, 0, 1), oracle::Kda(first, state_a, nullptr), tolerance, what);
+      ExpectClose(Slice(out, width, final_row, 1), oracle::Kda(last, state_b, nullptr), tolerance, what);
+      for (const auto& [slot, state] : {std::pair{4, &state_a}, {5, &state_a}, {1, &state_b}}) {
+        ExpectClose(pool.State(slot), state->state, tolerance, what);
+        ExpectSameBits(pool.Conv(slot), std::vector<float>(state->conv.begin(), state->conv.end()), what);
+      }
+      for (float value : out) EXPECT_TRUE(std::isfinite(value)) << what;
+      EXPECT_EQ(pool.Raw(0), untouched) << what;
+    }
+  }
+}
+
+// A device may take another variant of its kernel when all sequences of a step have one token.
+TEST_P(KdaTest, CompanyDoesNotChangeAnyBitOfOneToken) {
+  if (!batch_invariant()) GTEST_SKIP() << "not a batch-invariant backend";
+  const KdaShape shape{3, 128, 4};
+  const oracle::KdaInput one = MakeInput(shape, 1, 150);
+  const Weights weights = Upload(one);
+  oracle::KdaInput eight = MakeInput(shape, 8, 151);
+  const oracle::KdaState start = RandomState(shape, 152), other = RandomState(shape, 153);
+  Pool alone(ops(), shape, DType::kF32), together(ops(), shape, DType::kF32);
+  alone.Set(1, start);
+  together.Set(1, start);
+  together.Set(3, other);
+  const std::vector<float> expected = Step({one}, {1}, weights, alone);
+  std::vector<float> out = Step({one, eight}, {1, 3}, weights, together);
+  out.resize(expected.size());
+  ExpectSameBits(out, expected);
+  ExpectSameBits(together.State(1), alone.State(1));
+  ExpectSameBits(together.Conv(1), alone.Conv(1));
 }
 
 // Long enough for a device to walk segments of one sequence in parallel and to compose them.
