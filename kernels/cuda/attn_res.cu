@@ -5,7 +5,7 @@ namespace k3::cuda {
 namespace {
 
 constexpr int64_t kStreamRounds = 4;  // rows a multiprocessor from which resident blocks pay
-constexpr int64_t kClusterRows = 16;  // rows up to which a cluster shares one
+constexpr int64_t kClusterRows = 32;  // rows up to which a cluster shares one
 
 template <typename T, int kSources, int kBlocks>
 void LaunchHeld(const AttnResArgs<T>& args, int64_t rows, int64_t warps, cudaStream_t queue) {

@@ -5,14 +5,14 @@
 
 namespace k3::cuda {
 
-// cuBLASLt, for few rows VectorGemm, or in batch-invariant mode FixedGemm.
+// cuBLASLt, VectorGemm where that is faster, or in batch-invariant mode FixedGemm.
 void Gemm(const Device& device, const GemmArgs& args, cudaStream_t queue);
 
 // The same products by one kernel with one tile shape that sums over k in ascending order: a row of c depends on its
 // row of a alone, whatever m is.
 void FixedGemm(const GemmArgs& args, cudaStream_t queue);
 
-// The products of a handful of rows with weights [n, k] in bf16, of any but the largest size.
+// Products of up to four rows with weights [n, k] in bf16, of the sizes at which it is no slower than cuBLASLt.
 bool TakesVectorGemm(const GemmArgs& args);
 void VectorGemm(const GemmArgs& args, cudaStream_t queue);
 

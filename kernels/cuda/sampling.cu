@@ -8,6 +8,7 @@ namespace k3::cuda {
 namespace {
 
 constexpr int64_t kOneBlockVocab = 4096;  // up to here one block holds a row
+constexpr int64_t kFewRows = 8;           // up to here a cluster of eight blocks a row finds room at once
 
 }  // namespace
 
@@ -36,16 +37,16 @@ void Sample(const Device& device, const SampleParams& p, cudaStream_t queue) {
   shape.cluster = static_cast<unsigned>(blocks);
   K3_REQUIRE(shape.shared <= device.shared_per_block, "a vocabulary of " + std::to_string(vocab) + " is too large");
 
-  // As many blocks a row as there is room for at once.
+  // Clusters of large blocks find room on half of the multiprocessors.
   const int64_t resident = device.multiprocessors / kSampleBlocks;
   int quick_blocks = kSampleBlocks / 2;
-  while (quick_blocks > 1 && rows * quick_blocks > device.multiprocessors) quick_blocks /= 2;
+  while (quick_blocks > 1 && rows * quick_blocks > device.multiprocessors / 2) quick_blocks /= 2;
   LaunchShape quick;
   quick.grid = dim3(static_cast<unsigned>(rows * quick_blocks));
   quick.block = dim3(kQuickThreads);
   quick.shared = QuickSampler<kQuickThreads>::SharedBytes(kSampleBlocks / quick_blocks, slice);
   quick.cluster = static_cast<unsigned>(quick_blocks);
-  if (blocks == 1 || rows <= resident || quick.shared > device.shared_per_block)
+  if (blocks == 1 || rows <= kFewRows || quick.shared > device.shared_per_block)
     return Launch(&SampleKernel, shape, queue, "Sample", p, blocks);
   Launch(&QuickSampleKernel, quick, queue, "Sample", p, quick_blocks);
   shape.grid = dim3(static_cast<unsigned>(std::min(rows, resident) * blocks));

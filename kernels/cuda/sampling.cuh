@@ -206,6 +206,7 @@ __device__ inline void SampleAnyRow(const SampleParams& p, SampleShared& s, int 
 __global__ void __launch_bounds__(kSampleThreads, 1) SampleKernel(SampleParams p, int blocks) {
   SampleShared& s = *DynamicShared<SampleShared>();
   const int index = blockIdx.x / blocks;
+  QuickSampler<kSampleThreads>::Prefetch(p, index, blocks, blockIdx.x % blocks);
   const SampleRow row = p.rows[index];
   ClusterArrive();
   if (QuickSampler<kSampleThreads>::Takes(row)) {

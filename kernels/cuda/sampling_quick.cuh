@@ -13,6 +13,7 @@ struct QuickShared {
   float2 partial[kSampleBlocks * kSampleWarps];  // ScanResult of every warp of the row; of others in block 0 only
   unsigned count[2][kQuickBuckets];
   int groups_size, candidates, close_size;
+  float log_sum;            // of exponentials relative to the maximum; infinite where there is no distribution
   int sent[kSampleBlocks];  // candidates of each block, or more than fit
   int groups[kQuickGroups];
   SampleEntry candidate[kSampleBlocks][kQuickCandidates];  // in block 0 of all
@@ -52,6 +53,14 @@ class QuickSampler {
     slice_ = SampleSlice(vocab_, slices);
     batches_ = ScanBatches(slice_);
     logits_ = static_cast<const float*>(p.logits.data) + index * p.logits.ld;
+  }
+
+  // Asks for the cache lines of a block's only slice, so that they are on their way while the row's parameters are.
+  static __device__ void Prefetch(const SampleParams& p, int index, int slices, int slice_index) {
+    const int vocab = static_cast<int>(p.logits.cols), slice = SampleSlice(vocab, slices);
+    const float* row = static_cast<const float*>(p.logits.data) + index * p.logits.ld;
+    const int begin = slice_index * slice, end = min(vocab, begin + slice);
+    for (int i = begin + 32 * static_cast<int>(threadIdx.x); i < end; i += 32 * kThreads) PrefetchL2(row + i);
   }
 
   // The cluster has arrived once. False, for all blocks, when some block has too many candidates: nothing is written.
@@ -191,31 +200,33 @@ class QuickSampler {
 
   // By block 0.
   __device__ void Finish(int total, int k, int lane, int warp) {
-    const ScanTotal scan = ScanCombine(s_.partial, slices_, lane);
-    const float log_sum = logf(scan.sum);
-    if (threadIdx.x == 0) {
+    // One warp sees to the statistics while the others find the best.
+    if (warp == kThreads / 32 - 1) {
+      const ScanTotal scan = ScanCombine(s_.partial, slices_, lane);
       const bool finite = scan.sum > 0;
-      const SampleStatus status = finite ? SampleStatus::kOk : SampleStatus::kNonFinite;
-      p_.status[index_] = static_cast<int32_t>(status);
-      const bool asked = row_.logprob_of >= 0 && row_.logprob_of < vocab_;
-      if (!finite || row_.draw == 0) p_.token[index_] = -1;
-      if (finite && asked) {
-        p_.logprob[index_] = logits_[row_.logprob_of] - scan.top - log_sum;
-      } else if (!finite || row_.draw == 0 || row_.logprob_of >= 0) {
-        p_.logprob[index_] = __uint_as_float(0x7fc00000u);
+      const float log_sum = logf(scan.sum);
+      if (lane == 0) {
+        s_.log_sum = finite ? log_sum : INFINITY;
+        p_.status[index_] = static_cast<int32_t>(finite ? SampleStatus::kOk : SampleStatus::kNonFinite);
+        if (!finite || row_.draw == 0) p_.token[index_] = -1;
+        if (finite && row_.logprob_of >= 0 && row_.logprob_of < vocab_) {
+          p_.logprob[index_] = logits_[row_.logprob_of] - scan.top - log_sum;
+        } else if (!finite || row_.draw == 0 || row_.logprob_of >= 0) {
+          p_.logprob[index_] = __uint_as_float(0x7fc00000u);
+        }
       }
     }
     for (int i = threadIdx.x; i < p_.max_top_logprobs; i += kThreads) {
       p_.top_ids[static_cast<int64_t>(index_) * p_.max_top_logprobs + i] = -1;
       p_.top_logprobs[static_cast<int64_t>(index_) * p_.max_top_logprobs + i] = __uint_as_float(0x7fc00000u);
     }
-    if (!(scan.sum > 0) || row_.draw == 0) return;
+    if (row_.draw == 0) return;
 
     // Candidates of several blocks are several times k: buckets of the whole row leave little more than k.
     const SampleEntry* list = s_.candidate[0];
     int size = total;
+    const Buckets buckets = BucketsOf(0, slices_ * kSampleWarps, lane);
     if (blocks_ > 1) {
-      const Buckets buckets = BucketsOf(0, slices_ * kSampleWarps, lane);
       const auto for_candidates = [&](const auto& f) {
         for (int i = threadIdx.x; i < blocks_ * kQuickCandidates; i += kThreads) {
           if (i % kQuickCandidates < s_.sent[i / kQuickCandidates]) f((&s_.candidate[0][0])[i]);
@@ -233,12 +244,13 @@ class QuickSampler {
     }
     const int kept = min(size, k);
     const float inverse_temperature = 1.0f / fmaxf(row_.temperature, 1e-37f);
-    SampleOrder(s_.choice, list, size, kept, [&](float z) { return (z - scan.top) * inverse_temperature; });
-    if (warp != 0) return;
+    SampleOrder(s_.choice, list, size, kept, [&](float z) { return (z - buckets.top) * inverse_temperature; });
+    const float log_sum = s_.log_sum;
+    if (warp != 0 || log_sum == INFINITY) return;
     const int id = SampleDrawOrdered(s_.choice, kept, row_, lane);
     if (lane == 0) {
       p_.token[index_] = id;
-      if (row_.logprob_of < 0) p_.logprob[index_] = logits_[id] - scan.top - log_sum;
+      if (row_.logprob_of < 0) p_.logprob[index_] = logits_[id] - buckets.top - log_sum;
     }
   }
 
