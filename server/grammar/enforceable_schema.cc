@@ -150,8 +150,9 @@ class Rewriter {
       kept.items.push_back(std::move(properties.items[i]));
     }
     if (kept.keys.size() == properties.keys.size()) return;
+    const bool last = kept.keys.empty() && RequiredCount(*schema) == 0;
     schema->Set("properties", std::move(kept));
-    if (!open && Further(*schema) == nullptr) schema->Set("additionalProperties", JsonValue::Bool(false));
+    if (!open && last && Further(*schema) == nullptr) schema->Set("additionalProperties", JsonValue::Bool(false));
   }
 
   void RewriteNumbers(JsonValue* schema) const {
@@ -258,16 +259,33 @@ class Rewriter {
     const bool object = MayBe(*schema, "object") || (!Has(*schema, "type") && Has(*schema, "properties"));
     if (!object) return;
     ListNames(schema);
-    const bool says =
-        HasAny(*schema, {"properties", "patternProperties", "propertyNames"}) || Further(*schema) != nullptr;
+    const bool says = schema::Members(*schema) != nullptr || Further(*schema) != nullptr ||
+                      HasAny(*schema, {"patternProperties", "propertyNames"});
     if (!says && RequiredCount(*schema) == 0) schema->Set("additionalProperties", JsonValue::Bool(true));
     DeclareRequired(schema);
   }
 
   // Names out of a short list are optional members, so that none comes twice.
   static void ListNames(JsonValue* schema) {
+    if (schema::Members(*schema) != nullptr) return;
+    if (const JsonValue* patterns = schema->Find("patternProperties")) {
+      // A pattern that is one name.
+      std::string_view name = patterns->keys.size() == 1 ? std::string_view(patterns->keys[0]) : std::string_view();
+      if (name.starts_with('^')) name.remove_prefix(1);
+      if (name.ends_with('$')) name.remove_suffix(1);
+      const bool plain = !name.empty() && std::all_of(name.begin(), name.end(), [](char c) {
+        return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == '-' || c == ' ';
+      });
+      if (!plain || Has(*schema, "propertyNames")) return;
+      JsonValue properties = JsonValue::Object();
+      properties.Set(std::string(name), patterns->items[0]);
+      Remove(schema, {"patternProperties", "unevaluatedProperties"});
+      schema->Set("properties", std::move(properties));
+      schema->Set("additionalProperties", JsonValue::Bool(false));
+      return;
+    }
     const JsonValue* names = schema->Find("propertyNames");
-    if (names == nullptr || HasAny(*schema, {"properties", "patternProperties"})) return;
+    if (names == nullptr) return;
     std::vector<JsonValue> values;
     if (const JsonValue* only = names->Find("const")) values = {*only};
     if (const JsonValue* list = names->Find("enum")) values = list->items;

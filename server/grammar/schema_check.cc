@@ -327,9 +327,10 @@ class Checker {
       return refused("maxProperties", absl::StrCat(schema::RequiredCount(schema), " are required"));
     }
     const JsonValue* members = schema::Members(schema);
-    if (members != nullptr && !schema::IsOpen(schema)) {
-      const auto count = std::count_if(members->items.begin(), members->items.end(),
-                                       [](const JsonValue& item) { return !schema::IsFalse(&item); });
+    if (!schema::IsOpen(schema)) {
+      const auto count = members == nullptr ? 0
+                                            : std::count_if(members->items.begin(), members->items.end(),
+                                                            [](auto& item) { return !schema::IsFalse(&item); });
       if (bound("minProperties", 0) > static_cast<double>(count)) {
         return refused("minProperties", absl::StrCat("there are ", count, " properties and no others are allowed"));
       }

@@ -298,7 +298,8 @@ TEST_F(HttpServerTest, LinesOfAHeadAreCheckedInAnyPieces) {
     auto reply = client.ReadReply();
     ASSERT_TRUE(reply) << cut;
     EXPECT_EQ(reply->body, "POST  a\nb\r c") << cut;
-    if (cut >= folded.size()) continue;
+    // Once the fold has come the server closes, and a further send may take its answer away.
+    if (cut > folded.find("\r\n c") + 2) continue;
     HttpClient refused(port());
     refused.Send(folded.substr(0, cut));
     refused.Send(folded.substr(cut));

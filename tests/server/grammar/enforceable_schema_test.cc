@@ -32,7 +32,9 @@ TEST(EnforceableSchemaTest, EqualOrNarrowerSchemas) {
   const std::pair<const char*, const char*> cases[] = {
       // What no value may have.
       {R"({"type":"object","properties":{"a":false,"b":{"type":"null"}}})",
-       R"({"type":"object","properties":{"b":{"type":"null"}},"additionalProperties":false})"},
+       R"({"type":"object","properties":{"b":{"type":"null"}}})"},
+      {R"({"type":"object","properties":{"a":false}})",
+       R"({"type":"object","properties":{},"additionalProperties":false})"},
       {R"({"anyOf":[false,{"type":"null"}]})", R"({"anyOf":[{"type":"null"}]})"},
       {R"({"type":"array","prefixItems":[{"type":"null"},false,{}]})",
        R"({"type":"array","prefixItems":[{"type":"null"}],"items":false})"},
@@ -50,6 +52,13 @@ TEST(EnforceableSchemaTest, EqualOrNarrowerSchemas) {
       // Names out of a list come once each.
       {R"({"type":"object","propertyNames":{"enum":["a","b"]},"additionalProperties":{"type":"null"}})",
        R"({"type":"object","properties":{"a":{"type":"null"},"b":{"type":"null"}},"additionalProperties":false})"},
+      {R"({"type":"object","properties":{},"propertyNames":{"const":"a"}})",
+       R"({"type":"object","properties":{"a":{}},"additionalProperties":false})"},
+      {R"({"type":"object","patternProperties":{"^a-b$":{"type":"null"}}})",
+       R"({"type":"object","properties":{"a-b":{"type":"null"}},"additionalProperties":false})"},
+      {R"({"type":"object","properties":{}})", R"({"type":"object","properties":{},"additionalProperties":true})"},
+      {R"({"type":"object","properties":{"a":false},"required":["b"]})",
+       R"({"type":"object","properties":{"b":{}},"required":["b"]})"},
       // Patterns.
       {R"({"type":"string","pattern":"^.{1,2000}$"})", R"({"type":"string","minLength":1,"maxLength":2000})"},
       {R"({"type":"string","pattern":"^{a}$"})", R"({"type":"string","pattern":"^\\{a}$"})"},
@@ -74,8 +83,8 @@ TEST(EnforceableSchemaTest, WithoutStrictWhatCannotBeEnforcedIsLeftOut) {
       {R"({"type":"string","pattern":"x.{1,2000}"})", R"({"type":"string"})"},
       {R"({"type":"integer","minimum":1e30})", R"({"type":"integer"})"},
       {R"({"type":"integer","minimum":1.5})", R"({"type":"integer","minimum":2})"},
-      {R"({"type":"object","patternProperties":{"\\p{L}":{},"^x":false,"^y":{}},"additionalProperties":true})",
-       R"({"type":"object","patternProperties":{"^y":{}},"additionalProperties":true})"},
+      {R"({"type":"object","patternProperties":{"\\p{L}":{},"^x":false,"^y+$":{}},"additionalProperties":true})",
+       R"({"type":"object","patternProperties":{"^y+$":{}},"additionalProperties":true})"},
       {R"({"anyOf":[{"type":"string","maxLength":20},{"type":"string","minLength":50}]})",
        R"({"anyOf":[{"type":"string"},{"type":"string"}]})"},
   };

@@ -197,6 +197,7 @@ TEST(SchemaCheckTest, BoundsThatLeaveNothingAreNamed) {
       {R"({"type":"object","properties":{"a":{}},"minProperties":2})", "s.minProperties"},
       {R"({"type":"object","properties":{"a":{},"b":{}},"required":["a","b"],"maxProperties":1})", "s.maxProperties"},
       {R"({"type":"object","properties":{"a":false},"required":["a"]})", "s.required"},
+      {R"({"type":"object","additionalProperties":false,"minProperties":1})", "s.minProperties"},
       {R"({"type":"integer","minimum":9,"maximum":1})", "s.minimum"},
       {R"({"type":"integer","minimum":0.2,"maximum":0.8})", "s.minimum"},
       {R"({"type":"integer","exclusiveMinimum":3,"exclusiveMaximum":4})", "s.exclusiveMinimum"},
