@@ -239,13 +239,15 @@ TEST(GrpcLoadTest, FiftyStoppedReadersKeepTheirTextAndSlowNobody) {
       readers.push_back(std::async(std::launch::async, [&] {
         const auto stub = pb::GenerationService::NewStub(channel);
         grpc::ClientContext context;
+        context.set_wait_for_ready(true);  // a busy machine may refuse the first attempt to connect
         pb::StreamGenerateRequest request;
         *request.mutable_spec() = spec;
         const auto reader = stub->StreamGenerate(&context, request);
         pb::StreamGenerateResponse response;
         while (reader->Read(&response)) {
         }
-        EXPECT_TRUE(reader->Finish().ok());
+        const grpc::Status status = reader->Finish();
+        EXPECT_TRUE(status.ok()) << status.error_code() << " " << status.error_message();
       }));
     }
     const double rate = normal_rate();
@@ -267,6 +269,7 @@ TEST(GrpcLoadTest, FiftyStoppedReadersKeepTheirTextAndSlowNobody) {
   std::vector<std::unique_ptr<Stopped>> stopped;
   for (const auto& channel : channels) {
     auto client = std::make_unique<Stopped>();
+    client->context.set_wait_for_ready(true);
     pb::StreamGenerateRequest request;
     *request.mutable_spec() = spec;
     client->reader = pb::GenerationService::NewStub(channel)->StreamGenerate(&client->context, request);
