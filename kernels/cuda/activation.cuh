@@ -7,10 +7,15 @@
 namespace k3::cuda {
 
 // f(gate, up) of spec 3.5, fp32.
+template <Activation kKind>
+__device__ __forceinline__ float ActivateAs(const ActivationSpec& spec, float gate, float up) {
+  if constexpr (kKind == Activation::kSwiglu) return Silu(gate) * up;
+  const float capped = spec.linear_beta > 0 ? spec.linear_beta * PreciseTanh(up * Reciprocal(spec.linear_beta)) : up;
+  return spec.beta * PreciseTanh(gate * Reciprocal(spec.beta)) * Sigmoid(gate) * capped;
+}
 __device__ __forceinline__ float Activate(const ActivationSpec& spec, float gate, float up) {
-  if (spec.kind == Activation::kSwiglu) return Silu(gate) * up;
-  const float capped = spec.linear_beta > 0 ? spec.linear_beta * tanhf(up / spec.linear_beta) : up;
-  return spec.beta * tanhf(gate / spec.beta) * Sigmoid(gate) * capped;
+  return spec.kind == Activation::kSwiglu ? ActivateAs<Activation::kSwiglu>(spec, gate, up)
+                                          : ActivateAs<Activation::kSitu>(spec, gate, up);
 }
 
 // out[t][c] = f(gate_up[t][c], gate_up[t][cols + c]); grid (rows, packs of columns).

@@ -38,15 +38,35 @@ __global__ void FillBitsKernel(uint8_t* to, int64_t count, uint64_t seed) {
   }
 }
 
-__global__ void RegroupMxfp4Kernel(uint32_t* words, int64_t count) {
+// One thread a lane of a piece (mxfp4_layout.h).
+__global__ void RepackMxfp4Kernel(const uint8_t* rows, const uint8_t* scales, int64_t lanes, int cols, uint4* to,
+                                  uint32_t* to_scales) {
+  const int pieces = Mxfp4Pieces(cols);
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
-    const uint32_t word = words[i];
-    uint32_t regrouped = 0;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < lanes; i += step) {
+    const int g = i % 32 / 4, t = i % 4;
+    const int64_t piece = i / 32, row = piece / pieces * kMxfp4Rows + g;
+    const int k = static_cast<int>(piece % pieces) * kMxfp4Inputs + 8 * t;
+    uint32_t words[4] = {}, scale = 0;
 #pragma unroll
-    for (int element = 0; element < 8; ++element)
-      regrouped |= (word >> (4 * element) & 15) << (4 * Mxfp4Nibble(element));
-    words[i] = regrouped;
+    for (int part = 0; part < 2; ++part) {
+      if (k + 32 * part >= cols) break;
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        const int64_t at = (row + 8 * upper) * cols + k + 32 * part;
+        const uint32_t codes = *reinterpret_cast<const uint32_t*>(rows + at / 2);
+        scale |= static_cast<uint32_t>(scales[at / 32]) << (16 * upper + 8 * part);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const uint32_t code = codes >> (4 * e) & 15;
+          const int a = upper + 2 * (e / 2 % 2);
+          words[2 * part + e / 4] |= ((code & 7) << Mxfp4MagnitudeBit(a) | (code >> 3) << Mxfp4SignBit(a))
+                                     << (16 * (e % 2));
+        }
+      }
+    }
+    to[i] = make_uint4(words[0], words[1], words[2], words[3]);
+    if (t == 0) to_scales[piece * 8 + g] = scale;
   }
 }
 
@@ -97,9 +117,13 @@ void FillBits(uint8_t* to, int64_t count, uint64_t seed, cudaStream_t queue) {
   Launch(&FillBitsKernel, Spread(count), queue, "FillBits", to, count, seed);
 }
 
-void RegroupMxfp4(void* words, int64_t count, cudaStream_t queue) {
-  if (count == 0) return;
-  Launch(&RegroupMxfp4Kernel, Spread(count), queue, "RegroupMxfp4", static_cast<uint32_t*>(words), count);
+void RepackMxfp4(const void* rows, const void* scales, int64_t count, int64_t cols, void* to, void* to_scales,
+                 cudaStream_t queue) {
+  const int64_t lanes = count / kMxfp4Rows * Mxfp4Pieces(cols) * 32;
+  if (lanes == 0) return;
+  Launch(&RepackMxfp4Kernel, Spread(lanes), queue, "RepackMxfp4", static_cast<const uint8_t*>(rows),
+         static_cast<const uint8_t*>(scales), lanes, static_cast<int>(cols), static_cast<uint4*>(to),
+         static_cast<uint32_t*>(to_scales));
 }
 
 }  // namespace k3::cuda

@@ -16,7 +16,9 @@ void FillNormal(void* to, DType to_type, int64_t count, float deviation, uint64_
 // to[i] = 8 bits of (seed, i).
 void FillBits(uint8_t* to, int64_t count, uint64_t seed, cudaStream_t queue);
 
-// Regroups the eight codes of each word in place, from the order of the checkpoint to that of Mxfp4Nibble.
-void RegroupMxfp4(void* words, int64_t count, cudaStream_t queue);
+// Codes [count, cols / 2] and scales [count, cols / 32] of the checkpoint to the order of mxfp4_layout.h; count is a
+// multiple of 16, cols of 32.
+void RepackMxfp4(const void* rows, const void* scales, int64_t count, int64_t cols, void* to, void* to_scales,
+                 cudaStream_t queue);
 
 }  // namespace k3::cuda

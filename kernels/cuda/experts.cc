@@ -4,11 +4,10 @@
 
 #include "kernels/core/random_weights.h"
 #include "kernels/cuda/convert.h"
+#include "kernels/cuda/mxfp4_layout.h"
 
 namespace k3::cuda {
 namespace {
-
-constexpr int32_t kExpandedExperts = 8;
 
 std::string ShapeText(const HostTensor& tensor) {
   std::string text = "[";
@@ -47,15 +46,22 @@ std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const 
   K3_REQUIRE(!packed || (in % 32 == 0 && inner % 32 == 0), "MXFP4 experts need widths that are multiples of 32, have " +
                                                                std::to_string(in) + " and " + std::to_string(inner));
 
-  // Bytes of a row of w1 or w3 and of w2.
+  // Bytes of a row of w1 or w3 and of w2 as they come.
   const int64_t element = static_cast<int64_t>(SizeOf(device_.act));
   const int64_t row13 = packed ? in / 2 : in * element, row2 = packed ? inner / 2 : inner * element;
   const int64_t count = made->count;
-  made->w13 = DeviceMemory(device_.ordinal, count * 2 * inner * row13);
-  made->w2 = DeviceMemory(device_.ordinal, count * in * row2);
+  // Bytes of an expert's matrices and scales as they stay.
+  const int64_t pieces13 = 2 * inner / kMxfp4Rows * Mxfp4Pieces(in), pieces2 = in / kMxfp4Rows * Mxfp4Pieces(inner);
+  const int64_t size13 = packed ? pieces13 * kMxfp4PieceBytes : 2 * inner * row13;
+  const int64_t size2 = packed ? pieces2 * kMxfp4PieceBytes : in * row2;
+  made->w13 = DeviceMemory(device_.ordinal, count * size13);
+  made->w2 = DeviceMemory(device_.ordinal, count * size2);
+  DeviceMemory rows, scales;  // one matrix before it is repacked
   if (packed) {
-    made->w13_scale = DeviceMemory(device_.ordinal, count * 2 * inner * in / 32);
-    made->w2_scale = DeviceMemory(device_.ordinal, count * in * inner / 32);
+    made->w13_scale = DeviceMemory(device_.ordinal, count * pieces13 * kMxfp4PieceScaleBytes);
+    made->w2_scale = DeviceMemory(device_.ordinal, count * pieces2 * kMxfp4PieceScaleBytes);
+    rows = DeviceMemory(device_.ordinal, static_cast<size_t>(inner * in));
+    scales = DeviceMemory(device_.ordinal, static_cast<size_t>(2 * inner * in / 32));
     made->expanded_experts = std::min<int32_t>(made->count, kExpandedExperts);
     if (device_.act == DType::kBF16) {
       made->expanded = Space(static_cast<size_t>(made->expanded_experts) * 3 * in * inner * sizeof(uint16_t));
@@ -91,27 +97,32 @@ std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const 
     CheckShape(expert.w1, inner, in / pack, packed);
     CheckShape(expert.w3, inner, in / pack, packed);
     CheckShape(expert.w2, in, inner / pack, packed);
-    char* w13 = static_cast<char*>(made->w13.data()) + e * 2 * inner * row13;
-    char* w2 = static_cast<char*>(made->w2.data()) + e * in * row2;
-    upload_interleaved(expert.w1, 0, row13, w13, type);
-    upload_interleaved(expert.w3, 1, row13, w13, type);
-    uploader_.Upload(expert.w2, w2, type);
-    if (!packed) continue;
+    char* w13 = static_cast<char*>(made->w13.data()) + e * size13;
+    char* w2 = static_cast<char*>(made->w2.data()) + e * size2;
+    char* to13 = packed ? static_cast<char*>(rows.data()) : w13;
+    upload_interleaved(expert.w1, 0, row13, to13, type);
+    upload_interleaved(expert.w3, 1, row13, to13, type);
+    if (!packed) {
+      uploader_.Upload(expert.w2, w2, type);
+      continue;
+    }
     CheckShape(expert.w1_scale, inner, in / 32, true);
     CheckShape(expert.w3_scale, inner, in / 32, true);
     CheckShape(expert.w2_scale, in, inner / 32, true);
-    char* w13_scale = static_cast<char*>(made->w13_scale.data()) + e * 2 * inner * in / 32;
-    char* w2_scale = static_cast<char*>(made->w2_scale.data()) + e * in * inner / 32;
+    const auto repack = [&](int64_t count, int64_t cols, char* to, char* to_scales) {
+      RepackMxfp4(rows.data(), scales.data(), count, cols, to, to_scales, cudaStreamPerThread);
+      K3_CUDA(cudaStreamSynchronize(cudaStreamPerThread));  // `rows` and `scales` are used again
+    };
+    char* to_scales = static_cast<char*>(scales.data());
     with_scale_code(expert.w1, expert.w1_scale,
-                    [&](const HostTensor& scale) { upload_interleaved(scale, 0, in / 32, w13_scale, type); });
+                    [&](const HostTensor& scale) { upload_interleaved(scale, 0, in / 32, to_scales, type); });
     with_scale_code(expert.w3, expert.w3_scale,
-                    [&](const HostTensor& scale) { upload_interleaved(scale, 1, in / 32, w13_scale, type); });
+                    [&](const HostTensor& scale) { upload_interleaved(scale, 1, in / 32, to_scales, type); });
+    repack(2 * inner, in, w13, static_cast<char*>(made->w13_scale.data()) + e * pieces13 * kMxfp4PieceScaleBytes);
+    uploader_.Upload(expert.w2, rows.data(), type);
     with_scale_code(expert.w2, expert.w2_scale,
-                    [&](const HostTensor& scale) { uploader_.Upload(scale, w2_scale, type); });
-  }
-  if (packed) {
-    RegroupMxfp4(made->w13.data(), static_cast<int64_t>(made->w13.bytes() / 4), cudaStreamPerThread);
-    RegroupMxfp4(made->w2.data(), static_cast<int64_t>(made->w2.bytes() / 4), cudaStreamPerThread);
+                    [&](const HostTensor& scale) { uploader_.Upload(scale, to_scales, type); });
+    repack(in, inner, w2, static_cast<char*>(made->w2_scale.data()) + e * pieces2 * kMxfp4PieceScaleBytes);
   }
   K3_CUDA(cudaStreamSynchronize(cudaStreamPerThread));
   return made;

@@ -32,149 +32,154 @@ __device__ __forceinline__ void GroupMmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// a and b in shared memory; with `accumulate` false the old sums are ignored. Transposed a: as transposed b, 64 rows wide.
-template <int N, bool kTransposedB = false, bool kTransposedA = false>
-__device__ __forceinline__ void GroupMma(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate = true);
+// a and b in shared memory; with `accumulate` false the old sums are ignored. Transposed a: as transposed b, 64 rows
+// wide. The sums are d[kFirst], d[kFirst + 1], ...
+template <int N, bool kTransposedB = false, bool kTransposedA = false, int kFirst = 0, int kSums>
+__device__ __forceinline__ void GroupMma(float (&d)[kSums], uint64_t a, uint64_t b, bool accumulate = true);
 // a in registers, as MmaBf16 takes it.
-template <int N, bool kTransposedB = false>
-__device__ __forceinline__ void GroupMma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate = true);
+template <int N, bool kTransposedB = false, int kSums>
+__device__ __forceinline__ void GroupMma(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b, bool accumulate = true);
 
+// The first 4, 8, ... sums as operands: their numbers, and what they are bound to.
 // clang-format off
-#define K3_GROUP_MMA(N, LIST, FIRST, SECOND, THIRD, FOURTH, FIFTH, ...)                                                \
-  template <bool kTransposedB, bool kTransposedA = false>                                                              \
-  __device__ __forceinline__ void GroupMma##N(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {            \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " THIRD ", 0;\n"                                                   \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, " FIRST ", " SECOND             \
-                 ", p, 1, 1, " FIFTH ", " FOURTH ";\n}"                                                               \
-                 : __VA_ARGS__                                                                                         \
+#define K3_NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define K3_NUMBERS_16 K3_NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define K3_NUMBERS_32 K3_NUMBERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define K3_NUMBERS_48 K3_NUMBERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define K3_NUMBERS_64 K3_NUMBERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define K3_NUMBERS_80 K3_NUMBERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define K3_NUMBERS_96 K3_NUMBERS_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define K3_NUMBERS_104 K3_NUMBERS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define K3_NUMBERS_112 K3_NUMBERS_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define K3_NUMBERS_120 K3_NUMBERS_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define K3_NUMBERS_128 K3_NUMBERS_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define K3_NUMBERS_68 K3_NUMBERS_64 ", %64, %65, %66, %67"
+#define K3_NUMBERS_72 K3_NUMBERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define K3_NUMBERS_76 K3_NUMBERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75"
+#define K3_SUMS_8 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define K3_SUMS_16 K3_SUMS_8, \
+    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define K3_SUMS_32 K3_SUMS_16, \
+    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define K3_SUMS_48 K3_SUMS_32, \
+    "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+    "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define K3_SUMS_64 K3_SUMS_48, \
+    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define K3_SUMS_80 K3_SUMS_64, \
+    "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
+    "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
+#define K3_SUMS_96 K3_SUMS_80, \
+    "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), \
+    "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+#define K3_SUMS_104 K3_SUMS_96, \
+    "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103])
+#define K3_SUMS_112 K3_SUMS_104, \
+    "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
+#define K3_SUMS_120 K3_SUMS_112, \
+    "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
+#define K3_SUMS_128 K3_SUMS_120, \
+    "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+#define K3_SUMS_68 K3_SUMS_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
+#define K3_SUMS_72 K3_SUMS_64, \
+    "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+#define K3_SUMS_76 K3_SUMS_64, \
+    "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
+    "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75])
+
+#define K3_GROUP_MMA(N, SUMS, FIRST, SECOND, THIRD, FOURTH, FIFTH)                                                     \
+  template <bool kTransposedB, bool kTransposedA>                                                                      \
+  __device__ __forceinline__ void GroupMma##N(float* d, uint64_t a, uint64_t b, bool accumulate) {                     \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " THIRD ", 0;\n"                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" K3_NUMBERS_##SUMS "}, " FIRST ", "       \
+                 SECOND ", p, 1, 1, " FIFTH ", " FOURTH ";\n}"                                                         \
+                 : K3_SUMS_##SUMS                                                                                      \
                  : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposedB ? 1 : 0),                       \
                    "n"(kTransposedA ? 1 : 0));                                                                         \
   }
-#define K3_GROUP_MMA_REGISTERS(N, LIST, A, SECOND, THIRD, FOURTH, ...)                                                 \
+#define K3_GROUP_MMA_REGISTERS(N, SUMS, A, SECOND, THIRD, FOURTH)                                                      \
   template <bool kTransposedB>                                                                                         \
-  __device__ __forceinline__ void GroupMma##N(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {\
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " THIRD ", 0;\n"                                                   \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, {" A "}, " SECOND               \
+  __device__ __forceinline__ void GroupMma##N(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {         \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " THIRD ", 0;\n"                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" K3_NUMBERS_##SUMS "}, {" A "}, " SECOND  \
                  ", p, 1, 1, " FOURTH ";\n}"                                                                           \
-                 : __VA_ARGS__                                                                                         \
+                 : K3_SUMS_##SUMS                                                                                      \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),              \
                    "n"(kTransposedB ? 1 : 0));                                                                         \
   }
-K3_GROUP_MMA(32,
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
-    "%16", "%17", "%18", "%19", "%20",
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]))
-K3_GROUP_MMA(64,
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
-    "%32", "%33", "%34", "%35", "%36",
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]))
-K3_GROUP_MMA_REGISTERS(64,
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
-    "%32, %33, %34, %35", "%36", "%37", "%38",
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]))
-K3_GROUP_MMA(128,
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
-    "%64", "%65", "%66", "%67", "%68",
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-    "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-    "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]))
-K3_GROUP_MMA_REGISTERS(128,
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
-    "%64, %65, %66, %67", "%68", "%69", "%70",
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-    "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-    "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]))
-K3_GROUP_MMA(256,
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127",
-    "%128", "%129", "%130", "%131", "%132",
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-    "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-    "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-    "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-    "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-    "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-    "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-    "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
-    "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-    "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
-    "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127]))
-K3_GROUP_MMA_REGISTERS(256,
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127",
-    "%128, %129, %130, %131", "%132", "%133", "%134",
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-    "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-    "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-    "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-    "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-    "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-    "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-    "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
-    "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-    "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
-    "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127]))
+K3_GROUP_MMA(16, 8, "%8", "%9", "%10", "%11", "%12")
+K3_GROUP_MMA(32, 16, "%16", "%17", "%18", "%19", "%20")
+K3_GROUP_MMA(64, 32, "%32", "%33", "%34", "%35", "%36")
+K3_GROUP_MMA(96, 48, "%48", "%49", "%50", "%51", "%52")
+K3_GROUP_MMA(128, 64, "%64", "%65", "%66", "%67", "%68")
+K3_GROUP_MMA(136, 68, "%68", "%69", "%70", "%71", "%72")
+K3_GROUP_MMA(144, 72, "%72", "%73", "%74", "%75", "%76")
+K3_GROUP_MMA(152, 76, "%76", "%77", "%78", "%79", "%80")
+K3_GROUP_MMA(160, 80, "%80", "%81", "%82", "%83", "%84")
+K3_GROUP_MMA(192, 96, "%96", "%97", "%98", "%99", "%100")
+K3_GROUP_MMA(208, 104, "%104", "%105", "%106", "%107", "%108")
+K3_GROUP_MMA(224, 112, "%112", "%113", "%114", "%115", "%116")
+K3_GROUP_MMA(240, 120, "%120", "%121", "%122", "%123", "%124")
+K3_GROUP_MMA(256, 128, "%128", "%129", "%130", "%131", "%132")
+K3_GROUP_MMA_REGISTERS(64, 32, "%32, %33, %34, %35", "%36", "%37", "%38")
+K3_GROUP_MMA_REGISTERS(128, 64, "%64, %65, %66, %67", "%68", "%69", "%70")
+K3_GROUP_MMA_REGISTERS(256, 128, "%128, %129, %130, %131", "%132", "%133", "%134")
 #undef K3_GROUP_MMA
 #undef K3_GROUP_MMA_REGISTERS
+#undef K3_NUMBERS_8
+#undef K3_SUMS_8
+#undef K3_NUMBERS_16
+#undef K3_SUMS_16
+#undef K3_NUMBERS_32
+#undef K3_SUMS_32
+#undef K3_NUMBERS_48
+#undef K3_SUMS_48
+#undef K3_NUMBERS_64
+#undef K3_SUMS_64
+#undef K3_NUMBERS_68
+#undef K3_SUMS_68
+#undef K3_NUMBERS_72
+#undef K3_SUMS_72
+#undef K3_NUMBERS_76
+#undef K3_SUMS_76
+#undef K3_NUMBERS_80
+#undef K3_SUMS_80
+#undef K3_NUMBERS_96
+#undef K3_SUMS_96
+#undef K3_NUMBERS_104
+#undef K3_SUMS_104
+#undef K3_NUMBERS_112
+#undef K3_SUMS_112
+#undef K3_NUMBERS_120
+#undef K3_SUMS_120
+#undef K3_NUMBERS_128
+#undef K3_SUMS_128
 // clang-format on
 
-template <int N, bool kTransposedB, bool kTransposedA>
-__device__ __forceinline__ void GroupMma(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
-  if constexpr (N == 32) GroupMma32<kTransposedB, kTransposedA>(d, a, b, accumulate);
-  if constexpr (N == 64) GroupMma64<kTransposedB, kTransposedA>(d, a, b, accumulate);
-  if constexpr (N == 128) GroupMma128<kTransposedB, kTransposedA>(d, a, b, accumulate);
-  if constexpr (N == 256) GroupMma256<kTransposedB, kTransposedA>(d, a, b, accumulate);
+template <int N, bool kTransposedB, bool kTransposedA, int kFirst, int kSums>
+__device__ __forceinline__ void GroupMma(float (&d)[kSums], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(kFirst + N / 2 <= kSums);
+  if constexpr (N == 16) GroupMma16<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 32) GroupMma32<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 64) GroupMma64<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 96) GroupMma96<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 128) GroupMma128<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 136) GroupMma136<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 144) GroupMma144<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 152) GroupMma152<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 160) GroupMma160<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 192) GroupMma192<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 208) GroupMma208<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 224) GroupMma224<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 240) GroupMma240<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 256) GroupMma256<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
 }
 
-template <int N, bool kTransposedB>
-__device__ __forceinline__ void GroupMma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+template <int N, bool kTransposedB, int kSums>
+__device__ __forceinline__ void GroupMma(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  static_assert(N / 2 <= kSums);
   if constexpr (N == 64) GroupMma64<kTransposedB>(d, a, b, accumulate);
   if constexpr (N == 128) GroupMma128<kTransposedB>(d, a, b, accumulate);
   if constexpr (N == 256) GroupMma256<kTransposedB>(d, a, b, accumulate);

@@ -127,5 +127,12 @@ __device__ __forceinline__ int BlockScan(int value, int* shared, int& total) {
 // With the fast functions: a few ulp, 0 from x = -88 down.
 __device__ __forceinline__ float Sigmoid(float x) { return Reciprocal(1.0f + Exp2(x * -1.4426950408889634f)); }
 __device__ __forceinline__ float Silu(float x) { return x * Sigmoid(x); }
+// To a few ulp: the series near 0, where the other form cancels.
+__device__ __forceinline__ float PreciseTanh(float x) {
+  const float far = 1.0f - 2.0f * Reciprocal(1.0f + Exp2(x * 2.8853900817779268f));
+  const float square = x * x;
+  const float near = x * fmaf(square, fmaf(square, 0.13333333333f, -0.33333333333f), 1.0f);
+  return fabsf(x) < 0.1f ? near : far;
+}
 
 }  // namespace k3::cuda

@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/moe.cuh"
 #include "kernels/cuda/moe_stream.cuh"
+#include "kernels/cuda/moe_stream_mxfp4.cuh"
 #include "kernels/cuda/moe_tile.cuh"
 #include "kernels/cuda/op_table.h"
 #include "kernels/cuda/tensor_map.h"
@@ -9,16 +10,19 @@
 namespace k3::cuda {
 namespace {
 
-constexpr int64_t kMaxPairs = 65536;  // (token, j) pairs worked on together: bounds h and y
-constexpr int64_t kStreamPicks = 24;  // mean picks an expert up to which weights are streamed per pick group
+constexpr int64_t kMaxPairs = 131072;  // (token, j) pairs worked on together: bounds h and y
+constexpr int64_t kStreamPicks = 24;   // mean picks an expert up to which weights are streamed per pick group
+
+constexpr int64_t kManyPairs = 4096;  // from here on many blocks plan
 
 int64_t BlockTokens(int64_t tokens, int64_t top_k) { return std::min(tokens, std::max<int64_t>(1, kMaxPairs / top_k)); }
 
 // One function lays out the scratch and thereby says its size. Not smaller for more tokens.
 struct MoeScratch {
   MoePlan plan;
-  void* h;  // [pairs, inner] act
-  void* y;  // [pairs, in] act
+  int* share;  // [kMoePlanBlocks][experts], for many pairs
+  void* h;     // [pairs, inner] act
+  void* y;     // [pairs, in] act
   size_t bytes;
 
   MoeScratch(void* base, int64_t tokens, int64_t top_k, int64_t experts, int64_t in, int64_t inner, size_t element) {
@@ -36,6 +40,9 @@ struct MoeScratch {
     plan.active_count = ints(1);
     plan.pick_of = ints(pairs);
     plan.token_of = ints(pairs);
+    plan.launches = static_cast<int>(2 * std::max<int64_t>(1, CeilDiv(experts, kExpandedExperts)));
+    plan.tiles_taken = ints(plan.launches);
+    share = ints(pairs >= kManyPairs ? kMoePlanBlocks * experts : 0);
     h = take(pairs * inner * static_cast<int64_t>(element));
     y = take(pairs * in * static_cast<int64_t>(element));
     bytes = offset;
@@ -52,35 +59,80 @@ struct MoeBlock {
   int64_t pairs() const { return tokens * top_k; }
 };
 
-template <typename Weights, int kTokens, int kTiles, bool kUp>
-void LaunchStream(const StreamArgs& args, const Weights& weights, int64_t experts, cudaStream_t queue) {
+void Plan(const CudaExperts& experts, const MoeBlock& block, const MoeScratch& scratch, cudaStream_t queue) {
+  PlanArgs args;
+  args.ids = block.ids;
+  args.pairs = static_cast<int>(block.pairs());
+  args.top_k = block.top_k;
+  args.first = experts.first;
+  args.experts = experts.count;
+  args.plan = scratch.plan;
+  const size_t counters = static_cast<size_t>(experts.count) * sizeof(int), scan = 33 * sizeof(int);
+  const auto threads = [&](int64_t work) {
+    const int64_t wanted = RoundUp(std::max<int64_t>(experts.count, work), 32);
+    return dim3(static_cast<unsigned>(std::clamp<int64_t>(wanted, 128, kMoePlanThreads)));
+  };
+  if (block.pairs() < kManyPairs) {
+    Launch(&MoePlanKernel, {.grid = dim3(1), .block = threads(block.pairs() / 8), .shared = counters + scan}, queue,
+           "MoePlan", args);
+    return;
+  }
+  const LaunchShape shape = {.grid = dim3(kMoePlanBlocks), .block = dim3(256), .shared = counters};
+  Launch(&MoePlanCountKernel, shape, queue, "MoePlanCount", args, scratch.share);
+  Launch(&MoePlanLayOutKernel, {.grid = dim3(1), .block = threads(0), .shared = scan}, queue, "MoePlanLayOut", args,
+         scratch.share);
+  Launch(&MoePlanPlaceKernel, shape, queue, "MoePlanPlace", args, static_cast<const int*>(scratch.share));
+}
+
+template <int kTokens, int kTiles, bool kUp, int kBlocks>
+void LaunchStream(const StreamArgs& args, const PlainStream& weights, int64_t experts, cudaStream_t queue) {
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(CeilDiv(args.out, 16 * kTiles)), static_cast<unsigned>(experts));
   shape.block = dim3(kStreamThreads);
   shape.shared = kStreamWarps * kTiles * kTokens * 32 * sizeof(float4);
-  Launch(&MoeStreamKernel<Weights, kTokens, kTiles, kUp>, shape, queue, kUp ? "MoeUpStream" : "MoeDownStream", args,
-         weights);
+  Launch(&MoeStreamKernel<PlainStream, kTokens, kTiles, kUp, kBlocks>, shape, queue,
+         kUp ? "MoeUpStream" : "MoeDownStream", args, weights);
+}
+template <bool kUp>
+void Stream(const StreamArgs& args, const PlainStream& weights, int64_t mean_picks, int64_t experts,
+            cudaStream_t queue) {
+  if (mean_picks <= 2) return LaunchStream<1, 1, kUp, 3>(args, weights, experts, queue);
+  if (mean_picks <= 10) return LaunchStream<2, 4, kUp, 2>(args, weights, experts, queue);
+  LaunchStream<4, 2, kUp, 2>(args, weights, experts, queue);
 }
 
-template <bool kUp, typename Weights>
-void Stream(const StreamArgs& args, const Weights& weights, int64_t mean_picks, int64_t experts, cudaStream_t queue) {
-  if (mean_picks <= 2) return LaunchStream<Weights, 1, 2, kUp>(args, weights, experts, queue);
-  if (mean_picks <= 10) return LaunchStream<Weights, 2, 4, kUp>(args, weights, experts, queue);
-  LaunchStream<Weights, 4, 2, kUp>(args, weights, experts, queue);
+template <int kTokens, int kTiles, bool kUp, int kBlocks>
+void LaunchStream(const StreamArgs& args, const Mxfp4View& weights, int64_t experts, cudaStream_t queue) {
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(CeilDiv(args.out, kMxfp4StreamRows<kTiles>)), static_cast<unsigned>(experts));
+  shape.block = dim3(kStreamThreads);
+  shape.shared = kStreamWarps * kTiles * kTokens * 32 * sizeof(float4);
+  Launch(&MoeMxfp4StreamKernel<kTokens, kTiles, kBlocks, kUp>, shape, queue, kUp ? "MoeUpStream" : "MoeDownStream",
+         args, weights);
+}
+template <bool kUp>
+void Stream(const StreamArgs& args, const Mxfp4View& weights, int64_t mean_picks, int64_t experts, cudaStream_t queue) {
+  if (mean_picks <= 2) return LaunchStream<1, 2, kUp, 3>(args, weights, experts, queue);
+  if (mean_picks <= 10) return LaunchStream<2, 4, kUp, 2>(args, weights, experts, queue);
+  LaunchStream<4, 2, kUp, 2>(args, weights, experts, queue);
+}
+
+template <bool kUp>
+Mxfp4View PackedWeights(const CudaExperts& experts) {
+  const DeviceMemory& data = kUp ? experts.w13 : experts.w2;
+  const DeviceMemory& scale = kUp ? experts.w13_scale : experts.w2_scale;
+  return {static_cast<const uint4*>(data.data()), static_cast<const uint32_t*>(scale.data()),
+          Mxfp4Pieces(kUp ? experts.in : experts.inner)};
 }
 
 template <bool kUp>
 void StreamProduct(const CudaExperts& experts, const StreamArgs& args, int64_t mean_picks, int64_t active,
                    cudaStream_t queue) {
-  const DeviceMemory& data = kUp ? experts.w13 : experts.w2;
-  const DeviceMemory& scale = kUp ? experts.w13_scale : experts.w2_scale;
-  if (experts.form == ExpertForm::kPlain) {
-    return Stream<kUp>(args, PlainStream{static_cast<const bf16*>(data.data())}, mean_picks, active, queue);
+  if (experts.form == ExpertForm::kMxfp4) {
+    return Stream<kUp>(args, PackedWeights<kUp>(experts), mean_picks, active, queue);
   }
-  const uint8_t* codes = static_cast<const uint8_t*>(data.data());
-  const uint8_t* scales = static_cast<const uint8_t*>(scale.data());
-  if (args.in % 128 == 0) return Stream<kUp>(args, Mxfp4Stream<128>{codes, scales}, mean_picks, active, queue);
-  Stream<kUp>(args, Mxfp4Stream<32>{codes, scales}, mean_picks, active, queue);
+  const DeviceMemory& data = kUp ? experts.w13 : experts.w2;
+  Stream<kUp>(args, PlainStream{static_cast<const bf16*>(data.data())}, mean_picks, active, queue);
 }
 
 void Streamed(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& block, const MoeScratch& scratch,
@@ -102,53 +154,65 @@ void Streamed(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBl
   StreamProduct<false>(experts, args, mean, active, queue);
 }
 
+// `rows`: [pairs, args.in], the inputs of the picks.
+template <bool kUp>
+void LaunchTiles(const Device& device, const TileArgs& args, const bf16* weights, const void* rows, int64_t pairs,
+                 cudaStream_t queue) {
+  const int64_t experts = args.expert_end - args.expert_begin;
+  // Every expert may have a tile that is not full.
+  const int64_t tiles =
+      (CeilDiv(pairs, kMoeTilePicks) + std::min<int64_t>(experts, pairs)) * CeilDiv(args.out, kTileWeightRows);
+  Launch(&MoeTileKernel<kUp>,
+         {.grid = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, device.multiprocessors))),
+          .block = dim3(kTileThreads),
+          .shared = sizeof(TileShared)},
+         queue, kUp ? "MoeUpTile" : "MoeDownTile", MatrixBoxes(weights, experts, args.out, args.in, kTileWeightRows),
+         MatrixBoxes(rows, 1, pairs, args.in, kTileBoxPicks), args);
+}
+
 void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& block,
            const MoeScratch& scratch, cudaStream_t queue) {
   const bool packed = experts.form == ExpertForm::kMxfp4;
   const int group = packed ? experts.expanded_experts : experts.count;
-  const int64_t size13 = 2 * experts.inner * experts.in, size2 = experts.in * experts.inner;
+  const int64_t size13 = 2 * experts.inner * experts.in;
+  Launch(&MoePermuteKernel,
+         {.grid = dim3(static_cast<unsigned>(block.tokens)),
+          .block = dim3(static_cast<unsigned>(std::min<int64_t>(512, RoundUp(experts.in / 8, 32))))},
+         queue, "MoePermute", AsMatrix<const bf16>(block.x), static_cast<const int*>(scratch.plan.pick_of), block.top_k,
+         static_cast<int>(experts.in), static_cast<bf16*>(scratch.y));
   for (int first = 0; first < experts.count; first += group) {
     const int last = std::min<int>(experts.count, first + group);
     const bf16* w13 = static_cast<const bf16*>(experts.w13.data());
     const bf16* w2 = static_cast<const bf16*>(experts.w2.data());
     if (packed) {
       bf16* space = static_cast<bf16*>(experts.expanded);
-      const auto expand = [&](const DeviceMemory& data, const DeviceMemory& scale, int64_t size, bf16* to) {
-        const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(CeilDiv(size / 8, 256), 1024));
+      const auto expand = [&](const Mxfp4View& weights, int64_t rows, int64_t cols, bf16* to) {
+        const int64_t lanes = rows / kMxfp4Rows * weights.pieces * 32;
+        const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(CeilDiv(lanes, 256), 1024));
         Launch(&Mxfp4ExpandKernel, {.grid = dim3(blocks, static_cast<unsigned>(last - first)), .block = dim3(256)},
-               queue, "Mxfp4Expand", static_cast<const uint8_t*>(data.data()),
-               static_cast<const uint8_t*>(scale.data()), scratch.plan, first, size / 8, to);
+               queue, "Mxfp4Expand", weights, scratch.plan, first, static_cast<int>(rows), static_cast<int>(cols), to);
       };
-      expand(experts.w13, experts.w13_scale, size13, space);
-      expand(experts.w2, experts.w2_scale, size2, space + group * size13);
+      expand(PackedWeights<true>(experts), 2 * experts.inner, experts.in, space);
+      expand(PackedWeights<false>(experts), experts.in, experts.inner, space + group * size13);
       w13 = space;
       w2 = space + group * size13;
     }
     TileArgs args;
     args.plan = scratch.plan;
+    args.launch = 2 * (first / group);
     args.expert_begin = first;
     args.expert_end = last;
     args.activation = p.activation;
-    // Every expert may have a tile that is not full.
-    const int64_t tiles = CeilDiv(block.pairs(), kMoeTileRows) + std::min<int64_t>(last - first, block.pairs());
-    const auto launch = [&](auto* kernel, const bf16* weights, const char* name) {
-      const int64_t most = tiles * CeilDiv(args.out, kTileColumns);
-      Launch(kernel,
-             {.grid = dim3(static_cast<unsigned>(std::min<int64_t>(most, device.multiprocessors))),
-              .block = dim3(kTileThreads),
-              .shared = sizeof(TileShared)},
-             queue, name, MatrixBoxes(weights, last - first, args.out, args.in, kTileColumns), args);
-    };
     args.in = static_cast<int>(experts.in);
     args.out = static_cast<int>(2 * experts.inner);
-    args.x = AsMatrix<const bf16>(block.x);
     args.y = static_cast<bf16*>(scratch.h);
-    launch(&MoeTileKernel<true>, w13, "MoeUpTile");
+    // The picks' rows of x lie where y will be.
+    LaunchTiles<true>(device, args, w13, scratch.y, block.pairs(), queue);
+    ++args.launch;
     args.in = static_cast<int>(experts.inner);
     args.out = static_cast<int>(experts.in);
-    args.x = {static_cast<const bf16*>(scratch.h), experts.inner};
     args.y = static_cast<bf16*>(scratch.y);
-    launch(&MoeTileKernel<false>, w2, "MoeDownTile");
+    LaunchTiles<false>(device, args, w2, scratch.h, block.pairs(), queue);
   }
 }
 
@@ -174,11 +238,8 @@ void Any(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& 
     return AnyOf<T>(p, experts, PlainMatrix<T>{static_cast<const T*>(experts.w13.data()), experts.in},
                     PlainMatrix<T>{static_cast<const T*>(experts.w2.data()), experts.inner}, block, scratch, queue);
   }
-  const auto matrix = [](const DeviceMemory& data, const DeviceMemory& scale, int64_t cols) {
-    return Mxfp4Matrix{static_cast<const uint8_t*>(data.data()), static_cast<const uint8_t*>(scale.data()), cols};
-  };
-  AnyOf<T>(p, experts, matrix(experts.w13, experts.w13_scale, experts.in),
-           matrix(experts.w2, experts.w2_scale, experts.inner), block, scratch, queue);
+  AnyOf<T>(p, experts, Mxfp4Matrix{PackedWeights<true>(experts)}, Mxfp4Matrix{PackedWeights<false>(experts)}, block,
+           scratch, queue);
 }
 
 template <typename T, typename Out>
@@ -232,13 +293,7 @@ void MoeExperts(const Device& device, const MoeExpertsParams& p, cudaStream_t qu
     block.out = p.out.Rows(begin, block.tokens);
     block.ids = p.ids + begin * p.top_k;
     block.weights = p.weights + begin * p.top_k;
-    Launch(&MoePlanKernel,
-           {.grid = dim3(1),
-            .block = dim3(static_cast<unsigned>(std::clamp<int64_t>(
-                RoundUp(std::max<int64_t>(experts->count, block.pairs() / 8), 32), 128, kMoePlanThreads))),
-            .shared = (experts->count + 33) * sizeof(int)},
-           queue, "MoePlan", block.ids, static_cast<int>(block.pairs()), p.top_k, int{experts->first},
-           int{experts->count}, scratch.plan);
+    Plan(*experts, block, scratch, queue);
     if (experts->count > 0) {
       const bool few = block.pairs() <= kStreamPicks * experts->count;
       if (!fast) {

@@ -12,8 +12,9 @@
 // into y [picks, in]), combine.
 namespace k3::cuda {
 
-constexpr int kMoeTileRows = 128;  // picks of one tile of the large products
+constexpr int kMoeTilePicks = 320;  // at most, of one tile of the large products
 constexpr int kMoePlanThreads = 1024;
+constexpr int kMoePlanBlocks = 64;  // of a plan of many pairs
 constexpr int kMoeMaxExperts = 8192;
 
 struct MoePlan {
@@ -23,24 +24,39 @@ struct MoePlan {
   int* active_count;  // [1]
   int* pick_of;       // [tokens * top_k] pick of (token, j), -1 where the expert is not local
   int* token_of;      // [tokens * top_k] token of each pick
+  int* tiles_taken;   // [launches] tiles that blocks of a launch took after their first, zero at first
+  int launches;
 };
 
-// One block. Shared memory: [experts] counters, 33 ints.
-__global__ void MoePlanKernel(const int32_t* ids, int pairs, int top_k, int first, int experts, MoePlan plan) {
-  int* counter = DynamicShared<int>();
-  int* shared = counter + experts;
-  for (int e = threadIdx.x; e < experts; e += blockDim.x) counter[e] = 0;
+struct PlanArgs {
+  const int32_t* ids;  // [pairs]
+  int pairs, top_k;
+  int first, experts;  // local experts
+  MoePlan plan;
+};
+
+// Zeroes the counters, [experts] in shared memory, and counts the picks among pairs [begin, end).
+__device__ __forceinline__ void CountPicks(const PlanArgs& args, int begin, int end, int* counter) {
+  for (int e = threadIdx.x; e < args.experts; e += blockDim.x) counter[e] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-    const int e = ids[i] - first;
-    if (e >= 0 && e < experts) atomicAdd(&counter[e], 1);
+  for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    const int e = args.ids[i] - args.first;
+    if (e >= 0 && e < args.experts) atomicAdd(&counter[e], 1);
   }
   __syncthreads();
+}
+
+// Lays the experts' picks and tiles out: `count(e)` is asked once for each expert, then place(e, its first pick)
+// called.
+template <typename Count, typename Place>
+__device__ __forceinline__ void LayOutPicks(const PlanArgs& args, int* shared, const Count& count_of,
+                                            const Place& place) {
+  const MoePlan& plan = args.plan;
   int picks = 0, tiles = 0, active = 0;
-  for (int base = 0; base < experts; base += blockDim.x) {
+  for (int base = 0; base < args.experts; base += blockDim.x) {
     const int e = base + threadIdx.x;
-    const int count = e < experts ? counter[e] : 0;
-    const int own_tiles = (count + kMoeTileRows - 1) / kMoeTileRows;
+    const int count = e < args.experts ? count_of(e) : 0;
+    const int own_tiles = (count + kMoeTilePicks - 1) / kMoeTilePicks;
     int total;
     const int pick_end = picks + BlockScan(count, shared, total);
     picks += total;
@@ -49,29 +65,76 @@ __global__ void MoePlanKernel(const int32_t* ids, int pairs, int top_k, int firs
     const int tile_end = tiles + (both_end >> 16), active_end = active + (both_end & 0xffff);
     tiles += total >> 16;
     active += total & 0xffff;
-    if (e < experts) {
+    if (e < args.experts) {
       plan.expert_begin[e] = pick_end - count;
       plan.tile_begin[e] = tile_end - own_tiles;
       if (count > 0) plan.active[active_end - 1] = e;
-      counter[e] = pick_end - count;  // from here on the next free pick
+      place(e, pick_end - count);
     }
   }
+  for (int i = threadIdx.x; i < plan.launches; i += blockDim.x) plan.tiles_taken[i] = 0;
   if (threadIdx.x == 0) {
-    plan.expert_begin[experts] = picks;
-    plan.tile_begin[experts] = tiles;
+    plan.expert_begin[args.experts] = picks;
+    plan.tile_begin[args.experts] = tiles;
     *plan.active_count = active;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-    const int e = ids[i] - first;
+}
+
+// counter[e] is the next free pick of e.
+__device__ __forceinline__ void PlacePicks(const PlanArgs& args, int begin, int end, int* counter) {
+  for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    const int e = args.ids[i] - args.first;
     int pick = -1;
-    if (e >= 0 && e < experts) {
+    if (e >= 0 && e < args.experts) {
       // The order within an expert is free: no sum runs over picks of different tokens.
       pick = atomicAdd(&counter[e], 1);
-      plan.token_of[pick] = i / top_k;
+      args.plan.token_of[pick] = i / args.top_k;
     }
-    plan.pick_of[i] = pick;
+    args.plan.pick_of[i] = pick;
   }
+}
+
+// The plan by one block. Shared memory: [experts] counters, 33 ints.
+__global__ void MoePlanKernel(PlanArgs args) {
+  int* counter = DynamicShared<int>();
+  CountPicks(args, 0, args.pairs, counter);
+  LayOutPicks(
+      args, counter + args.experts, [&](int e) { return counter[e]; }, [&](int e, int pick) { counter[e] = pick; });
+  PlacePicks(args, 0, args.pairs, counter);
+}
+
+// The plan of many pairs, in three launches: kMoePlanBlocks blocks count, one lays out, kMoePlanBlocks place the pairs
+// they had counted. `share`: [kMoePlanBlocks][experts], a block's picks of each expert, then its first of them.
+__device__ __forceinline__ int PlanBlockBegin(const PlanArgs& args, int block) {
+  return static_cast<int>(static_cast<int64_t>(args.pairs) * block / kMoePlanBlocks);
+}
+__global__ void MoePlanCountKernel(PlanArgs args, int* share) {  // shared memory: [experts]
+  int* counter = DynamicShared<int>();
+  CountPicks(args, PlanBlockBegin(args, blockIdx.x), PlanBlockBegin(args, blockIdx.x + 1), counter);
+  for (int e = threadIdx.x; e < args.experts; e += blockDim.x) share[blockIdx.x * args.experts + e] = counter[e];
+}
+__global__ void MoePlanLayOutKernel(PlanArgs args, int* share) {  // shared memory: 33 ints
+  const auto count = [&](int e) {
+    int sum = 0;
+#pragma unroll 16
+    for (int b = 0; b < kMoePlanBlocks; ++b) sum += share[b * args.experts + e];
+    return sum;
+  };
+  LayOutPicks(args, DynamicShared<int>(), count, [&](int e, int pick) {
+#pragma unroll 16
+    for (int b = 0; b < kMoePlanBlocks; ++b) {
+      const int own = share[b * args.experts + e];
+      share[b * args.experts + e] = pick;
+      pick += own;
+    }
+  });
+}
+__global__ void MoePlanPlaceKernel(PlanArgs args, const int* share) {  // shared memory: [experts]
+  int* counter = DynamicShared<int>();
+  for (int e = threadIdx.x; e < args.experts; e += blockDim.x) counter[e] = share[blockIdx.x * args.experts + e];
+  __syncthreads();
+  PlacePicks(args, PlanBlockBegin(args, blockIdx.x), PlanBlockBegin(args, blockIdx.x + 1), counter);
 }
 
 // out[t] = sum over j, ascending, of weights[t, j] y[pick of (t, j)], fp32. Grid (tokens, packs of columns).
@@ -82,15 +145,14 @@ __global__ void MoeCombineKernel(const int* __restrict__ pick_of, const float* _
   if (c >= cols) return;
   const int64_t token = blockIdx.x;
   float sum[N] = {};
-#pragma unroll 4
+#pragma unroll 8
   for (int j = 0; j < top_k; ++j) {
     const int pick = pick_of[token * top_k + j];
-    if (pick < 0) continue;
     const float weight = weights[token * top_k + j];
     float x[N];
-    LoadFloats<N>(y + static_cast<int64_t>(pick) * cols + c, x);
+    LoadFloats<N>(y + static_cast<int64_t>(max(pick, 0)) * cols + c, x);
 #pragma unroll
-    for (int i = 0; i < N; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
+    for (int i = 0; i < N; ++i) sum[i] = pick < 0 ? sum[i] : fmaf(weight, x[i], sum[i]);
   }
   StoreFloats<N>(out.Row(token) + c, sum);
 }
@@ -114,12 +176,8 @@ struct PlainMatrix {
   __device__ __forceinline__ PlainRow<T> Row(int64_t row) const { return {data + row * cols}; }
 };
 struct Mxfp4Matrix {
-  const uint8_t* data;
-  const uint8_t* scales;
-  int64_t cols;
-  __device__ __forceinline__ Mxfp4Row Row(int64_t row) const {
-    return {reinterpret_cast<const uint32_t*>(data + row * cols / 2), scales + row * cols / 32};
-  }
+  Mxfp4View view;
+  __device__ __forceinline__ Mxfp4Row Row(int64_t row) const { return {view, row}; }
 };
 
 constexpr int kMoeAnyWarps = 8;

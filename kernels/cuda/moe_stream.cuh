@@ -42,63 +42,33 @@ struct PlainStream {
   }
 };
 
-// MXFP4, dequantised in registers: bits of a code moved to the place of bf16's low exponent and high mantissa bits read
-// as its value times 2^-126, subnormals included; one product with 2^(scale - 1) corrects that and applies the scale
-// (two where that is beyond bf16). kStep is 128 inputs (16 bytes a lane), or 32 where the width asks for it.
-template <int kInputs>
-struct Mxfp4Stream {
-  static constexpr int kStep = kInputs;
-  static constexpr int kWords = kInputs / 32;
-  const uint8_t* data;
-  const uint8_t* scales;
-
-  struct Piece {
-    uint32_t words[2][kWords];
-    uint32_t scale[2];  // pairs of bf16
-    uint32_t rest[2];
-  };
-  static __device__ __forceinline__ uint32_t PowerOfTwo(int exponent) {  // as a pair, exponent in [-126, 127]
-    const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 7;
-    return bits | bits << 16;
-  }
-  __device__ __forceinline__ Piece Load(int64_t row, int in, int k) const {
-    Piece piece;
+// The calling lane's sums of the 16 weight rows from `row` on and the n-th eight of `count` picks from `first` on.
+template <bool kUp>
+__device__ __forceinline__ void StoreStreamed(const StreamArgs& args, const float4& sum, int first, int count, int n,
+                                              int row) {
+  const int g = threadIdx.x % 32 / 4;
+  const int pick = 8 * n + 2 * (threadIdx.x % 4);  // and the next
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int64_t r = row + 8 * i;
-      const uint8_t* from = data + (r * in + k) / 2;
-      if constexpr (kWords == 4) {
-        const uint4 words = LoadStreaming16(from);
-        piece.words[i][0] = words.x, piece.words[i][1] = words.y, piece.words[i][2] = words.z,
-        piece.words[i][3] = words.w;
-      } else {
-        piece.words[i][0] = *reinterpret_cast<const uint32_t*>(from);
-      }
-      const int code = scales[(r * in + k) / 32];
-      const int exponent = min(code - 1, 127);
-      piece.scale[i] = code == 255 ? 0x7fc07fc0u : PowerOfTwo(exponent);
-      piece.rest[i] = PowerOfTwo(code - 1 - exponent);
-    }
-    return piece;
-  }
-  static __device__ __forceinline__ void Fragment(const Piece& piece, int i, uint32_t (&a)[4]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t word = piece.words[r][i / 2] << (4 * (2 * (i % 2) + half));
-        const uint32_t pair = MultiplyBf16((word & 0x80008000u) | (word & 0x70007000u) >> 6, piece.scale[r]);
-        a[2 * half + r] = piece.rest[r] == 0x3f803f80u ? pair : MultiplyBf16(pair, piece.rest[r]);
-      }
+  for (int e = 0; e < 2; ++e) {
+    if (pick + e >= count) continue;
+    const float low = e == 0 ? sum.x : sum.y, high = e == 0 ? sum.z : sum.w;
+    if constexpr (kUp) {
+      // A tile is eight gate rows over their eight up rows.
+      bf16* to = args.y + static_cast<int64_t>(first + pick + e) * (args.out / 2);
+      to[row / 2 + g] = FromFloat<bf16>(Activate(args.activation, low, high));
+    } else {
+      bf16* to = args.y + static_cast<int64_t>(first + pick + e) * args.out + row + g;
+      to[0] = FromFloat<bf16>(low);
+      to[8] = FromFloat<bf16>(high);
     }
   }
-};
+}
 
 // kTokens: 8-wide columns of picks held together; an expert with more picks streams its weights again. kTiles: 16-row
-// tiles of a block: more of them take better advantage of the inputs, which all come through L1. Grid (weight rows /
-// (16 kTiles), experts that may have picks).
-template <typename Weights, int kTokens, int kTiles, bool kUp>
-__global__ void __launch_bounds__(kStreamThreads, 2) MoeStreamKernel(StreamArgs args, Weights weights) {
+// tiles of a block: more of them take better advantage of the inputs, which all come through L1. kBlocks: of a
+// multiprocessor. Grid (weight rows / (16 kTiles), experts that may have picks).
+template <typename Weights, int kTokens, int kTiles, bool kUp, int kBlocks>
+__global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeStreamKernel(StreamArgs args, Weights weights) {
   float4* partial = DynamicShared<float4>();  // [warps][kTiles][kTokens][32]
   if (static_cast<int>(blockIdx.y) >= *args.plan.active_count) return;
   const int expert = args.plan.active[blockIdx.y];
@@ -165,22 +135,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2) MoeStreamKernel(StreamArgs 
       }
       const int tile = i / (32 * kTokens), n = i / 32 % kTokens;
       if (tile >= tiles) continue;
-      const int pick = base + 8 * n + 2 * (i % 4);  // and the next
-      const int own_row = first_row + 16 * tile + i % 32 / 4;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (pick + e >= count) continue;
-        const float low = e == 0 ? total.x : total.y, high = e == 0 ? total.z : total.w;
-        if constexpr (kUp) {
-          // A tile is eight gate rows over their eight up rows.
-          bf16* to = args.y + static_cast<int64_t>(begin + pick + e) * (args.out / 2);
-          to[(first_row + 16 * tile) / 2 + i % 32 / 4] = FromFloat<bf16>(Activate(args.activation, low, high));
-        } else {
-          bf16* to = args.y + static_cast<int64_t>(begin + pick + e) * args.out + own_row;
-          to[0] = FromFloat<bf16>(low);
-          to[8] = FromFloat<bf16>(high);
-        }
-      }
+      StoreStreamed<kUp>(args, total, begin + base, count - base, n, first_row + 16 * tile);
     }
     __syncthreads();
   }

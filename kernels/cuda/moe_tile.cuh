@@ -5,229 +5,330 @@
 #include "kernels/cuda/group_mma.cuh"
 #include "kernels/cuda/moe.cuh"
 
-// Expert products for many picks an expert: tiles of 128 picks x 256 weight rows, bf16, warpgroup products with both
-// operands in shared memory. One resident block a multiprocessor takes tile after tile. Four warps copy: the picks'
-// rows, which lie anywhere, 16 bytes a thread, the weights as one box of the copy engine. Two warpgroups multiply, 64
-// picks each. The copies of the next tile run while the results of the last one are stored.
+// Expert products for many picks an expert, bf16, warpgroup products with both operands in shared memory. The weights
+// are the 64-row side (128 rows a block, two multiplying warpgroups), an expert's picks the other, whose width fits
+// their number to within 16: a weight is read once for up to 320 picks, and little is multiplied for nothing. The copy
+// engine brings both; the picks' rows were laid side by side before.
+//
+// Resident blocks take tile after tile. Besides a tile's steps the ring of stages has one more turn a tile, in which
+// the stage is the space where results are turned from weight-major to pick-major; meanwhile the other stages fill for
+// the next tile.
 namespace k3::cuda {
 
 constexpr int kTileMultiplyThreads = 256;
-constexpr int kTileCopyThreads = 128;
-constexpr int kTileThreads = kTileMultiplyThreads + kTileCopyThreads;
-constexpr int kTileColumns = 256;  // weight rows
+constexpr int kTileThreads = kTileMultiplyThreads + 128;  // the first of the last four warps copies
+constexpr int kTileWeightRows = 128;
 constexpr int kTileDepth = 64;
 constexpr int kTileStages = 4;
-constexpr int kTileLag = 1;  // copied steps whose arrival a copying thread has not seen yet
+constexpr int kTileBoxPicks = 32;  // of one copy
+constexpr int kTileHalf = kMoeTilePicks / 2;
+
+struct MoeTile {
+  int expert;
+  int begin, count;  // picks; no picks: the end
+  int first_row;     // of the expert's weights
+};
+
+struct TileStage {
+  alignas(1024) unsigned char w[kTileWeightRows * 128];
+  alignas(1024) unsigned char x[kMoeTilePicks * 128];
+};
 
 struct TileShared {
-  alignas(1024) unsigned char x[kTileStages][kMoeTileRows * 128];
-  alignas(1024) unsigned char w[kTileStages][kTileColumns * 128];
-  uint64_t full[kTileStages];   // every copying thread, and the copy engine
+  TileStage stage[kTileStages];
+  uint64_t full[kTileStages];   // the copying thread, and the copy engine
   uint64_t empty[kTileStages];  // every multiplying warp
+  MoeTile tile[kTileStages];    // at the stage of its first step
 };
 
 struct TileArgs {
   MoePlan plan;
+  int launch;                    // its number
   int expert_begin, expert_end;  // local experts of this launch
   int in, out;                   // contraction and weight rows of this product; multiples of 32
   ActivationSpec activation;
-  Matrix<const bf16> x;  // up: [tokens, in]; down: h [picks, in]
-  bf16* y;               // up: h [picks, out / 2]; down: [picks, out]
+  bf16* y;  // up: h [picks, out / 2]; down: [picks, out]
 };
 
-struct MoeTile {
-  int expert;
-  int begin, count;  // picks
-  int first_row;     // of the expert's weights
-};
-
-// Tiles are numbered by expert, then weight rows, then picks, so that blocks that run together share weights.
+// Tiles are numbered by expert, then weight rows, then picks, so that blocks that run together share weights and
+// picks.
 __device__ __forceinline__ bool FindTile(const TileArgs& args, int number, MoeTile& tile) {
   const int* tile_begin = args.plan.tile_begin;
-  const int columns = (args.out + kTileColumns - 1) / kTileColumns;
+  const int blocks = (args.out + kTileWeightRows - 1) / kTileWeightRows;
   const int first = tile_begin[args.expert_begin];
-  if (number >= (tile_begin[args.expert_end] - first) * columns) return false;
+  if (number >= (tile_begin[args.expert_end] - first) * blocks) return false;
   int low = args.expert_begin, high = args.expert_end - 1;  // the last expert whose first tile is at most `number`
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if ((tile_begin[middle] - first) * columns <= number) {
+    if ((tile_begin[middle] - first) * blocks <= number) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
   const int tiles = tile_begin[low + 1] - tile_begin[low];
-  const int local = number - (tile_begin[low] - first) * columns;
+  const int local = number - (tile_begin[low] - first) * blocks;
+  const int picks_begin = args.plan.expert_begin[low], picks_end = args.plan.expert_begin[low + 1];
+  const int share = ((picks_end - picks_begin + tiles - 1) / tiles + 15) / 16 * 16;
   tile.expert = low;
-  tile.begin = args.plan.expert_begin[low] + local % tiles * kMoeTileRows;
-  tile.count = min(kMoeTileRows, args.plan.expert_begin[low + 1] - tile.begin);
-  tile.first_row = local / tiles * kTileColumns;
+  tile.begin = picks_begin + local % tiles * share;
+  tile.count = min(share, picks_end - tile.begin);
+  tile.first_row = local / tiles * kTileWeightRows;
   return true;
 }
 
-template <bool kUp>
-__device__ __forceinline__ void CopyTiles(TileShared& s, const CUtensorMap& weights, const TileArgs& args) {
-  constexpr int kRowStep = kTileCopyThreads / 8;
-  constexpr int kRows = kMoeTileRows / kRowStep;
-  const int thread = threadIdx.x - kTileMultiplyThreads;
-  // This thread copies 16 bytes of each of kRows rows a step.
-  const int piece = thread % 8, copy_row = thread / 8;
+// One thread.
+__device__ __forceinline__ void CopyTiles(TileShared& s, const CUtensorMap& weights, const CUtensorMap& picks,
+                                          const TileArgs& args) {
   const int steps = (args.in + kTileDepth - 1) / kTileDepth;
-  int n = 0;  // steps of all tiles so far
+  int n = 0;  // turns of the ring so far
+  const auto next = [&] {
+    const int stage = n % kTileStages;
+    BarrierWait(&s.empty[stage], (n / kTileStages & 1) ^ 1);
+    ++n;
+    return stage;
+  };
   MoeTile tile;
-  for (int number = blockIdx.x; FindTile(args, number, tile); number += gridDim.x) {
-    const bf16* x[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int pick = tile.begin + min(copy_row + i * kRowStep, tile.count - 1);
-      x[i] = args.x.Row(kUp ? args.plan.token_of[pick] : pick) + 8 * piece;
-    }
-    for (int step = 0; step < steps; ++step, ++n) {
-      const int stage = n % kTileStages, k = step * kTileDepth;
-      BarrierWait(&s.empty[stage], (n / kTileStages & 1) ^ 1);
-      if (thread == 0) {
-        BarrierArriveExpect(&s.full[stage], kTileColumns * 128);
-        CopyTensor3(s.w[stage], &weights, k, tile.first_row, tile.expert - args.expert_begin, &s.full[stage]);
+  int number = blockIdx.x;
+  while (FindTile(args, number, tile)) {
+    const int taken = atomicAdd(&args.plan.tiles_taken[args.launch], 1);  // arrives while the tile is copied
+    const int boxes = (tile.count + kTileBoxPicks - 1) / kTileBoxPicks;
+    for (int step = 0; step < steps; ++step) {
+      const int stage = next(), k = step * kTileDepth;
+      TileStage& to = s.stage[stage];
+      if (step == 0) s.tile[stage] = tile;
+      BarrierArriveExpect(&s.full[stage], kTileWeightRows * 128 + boxes * kTileBoxPicks * 128);
+      CopyTensor3(to.w, &weights, k, tile.first_row, tile.expert - args.expert_begin, &s.full[stage]);
+      for (int box = 0; box < boxes; ++box) {
+        const int pick = box * kTileBoxPicks;
+        CopyTensor3(to.x + pick * 128, &picks, k, tile.begin + pick, 0, &s.full[stage]);
       }
-      const bool inside = k + 8 * piece < args.in;
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const int r = copy_row + i * kRowStep;
-        const bool valid = inside && r < tile.count;
-        CopyAsync16(s.x[stage] + Swizzle128(r, piece), valid ? x[i] + k : args.x.data, valid);
-      }
-      CopyAsyncCommit();
-      if (n < kTileLag) continue;
-      CopyAsyncWait<kTileLag>();
-      FenceSharedForMatrix();
-      BarrierArrive(&s.full[(n - kTileLag) % kTileStages]);
     }
+    BarrierArrive(&s.full[next()]);  // the space for the results
+    number = gridDim.x + taken;
   }
-  CopyAsyncWait<0>();
-  FenceSharedForMatrix();
-  for (int late = max(0, n - kTileLag); late < n; ++late) BarrierArrive(&s.full[late % kTileStages]);
+  const int stage = next();
+  s.tile[stage].count = 0;
+  BarrierArrive(&s.full[stage]);
 }
 
-// Of four lanes that hold v[0..3] each, lane t gets the four values v[t].
-__device__ __forceinline__ void TransposeQuad(uint32_t (&v)[4], int t) {
-#pragma unroll
-  for (int distance = 1; distance <= 2; distance *= 2) {
-    const bool upper = (t & distance) != 0;
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const int a = distance == 1 ? 2 * pair : pair, b = a + distance;
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? v[a] : v[b], distance);
-      (upper ? v[a] : v[b]) = got;
-    }
-  }
-}
+__device__ __forceinline__ void GroupBarrier(int group) { NamedBarrierSync(1 + group, 128); }
 
-template <bool kUp>
-__device__ __forceinline__ void StoreTile(const TileArgs& args, const MoeTile& tile,
-                                          const float (&sum)[kTileColumns / 2]) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  constexpr int kPieces = kUp ? kTileColumns / 16 : kTileColumns / 8;  // 8 results of a row each
+// `half`: picks whose sums lie in the first half of `sum`.
+template <bool kUp, Activation kKind, int kSums>
+__device__ __forceinline__ void StoreTile(unsigned char* space, const TileArgs& args, int first_row, int begin,
+                                          int count, int half, const float (&sum)[kSums]) {
+  constexpr int kPieces = kUp ? 4 : 8;       // of 16 bytes: the warpgroup's results of one pick
+  constexpr int kPitch = 16 * kPieces + 16;  // shifts the rows over the banks
+  constexpr int kTogether = kUp ? 4 : 2;     // groups of 8 picks
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
   const int width = kUp ? args.out / 2 : args.out;
-  const int first = kUp ? tile.first_row / 2 : tile.first_row;
+  const int first = (kUp ? first_row / 2 : first_row) + group * kPieces * 8;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int r = threadIdx.x / 32 * 16 + g + 8 * i;
-    bf16* to = args.y + static_cast<int64_t>(tile.begin + r) * width + first + 8 * t;
+  for (int pass = 0; pass < 2; ++pass) {
+    const int rows = min(half, count - pass * half);
+    if (rows <= 0) break;
+    if (pass > 0) GroupBarrier(group);
+    // A lane names the row (pick) lane % 8 of matrix lane / 8.
+    unsigned char* to =
+        space + (kUp ? lane * kPitch + 16 * warp : (lane / 16 * 8 + lane % 8) * kPitch + 32 * warp + lane / 8 % 2 * 16);
 #pragma unroll
-    for (int j = 0; j < kPieces; j += 4) {
+    for (int j = 0; j < kTileHalf / 8; j += kTogether) {
+      if (8 * j >= rows || pass * kTileHalf / 2 + 4 * j >= kSums) break;
+      const float* from = &sum[pass * kTileHalf / 2 + 4 * j];
       uint32_t v[4];
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         if constexpr (kUp) {
-          const float* gate = &sum[8 * (j + q) + 2 * i];
-          const float* up = gate + 4;
-          v[q] = PackBf16(Activate(args.activation, gate[0], up[0]), Activate(args.activation, gate[1], up[1]));
+          v[q] = PackBf16(ActivateAs<kKind>(args.activation, from[4 * q], from[4 * q + 2]),
+                          ActivateAs<kKind>(args.activation, from[4 * q + 1], from[4 * q + 3]));
         } else {
-          v[q] = PackBf16(sum[4 * (j + q) + 2 * i], sum[4 * (j + q) + 2 * i + 1]);
+          v[q] = PackBf16(from[2 * q], from[2 * q + 1]);
         }
       }
-      TransposeQuad(v, t);
-      if (r < tile.count && first + 8 * (j + t) < width) {
-        *reinterpret_cast<uint4*>(to + 8 * j) = make_uint4(v[0], v[1], v[2], v[3]);
+      StoreMatrix4Transposed(to + 8 * j * kPitch, v);
+    }
+    GroupBarrier(group);
+    const int piece = thread % kPieces;
+    bf16* y = args.y + static_cast<int64_t>(begin + pass * half) * width + first + 8 * piece;
+    if (first + 8 * piece < width) {
+#pragma unroll 5
+      for (int r = thread / kPieces; r < rows; r += 128 / kPieces) {
+        *reinterpret_cast<uint4*>(y + static_cast<int64_t>(r) * width) =
+            *reinterpret_cast<const uint4*>(space + r * kPitch + 16 * piece);
       }
     }
   }
+}
+
+// One warp is done with a stage.
+__device__ __forceinline__ void ReleaseStage(TileShared& s, int stage) {
+  if (threadIdx.x % 32 == 0) BarrierArrive(&s.empty[stage]);
+}
+
+// All steps of a tile of up to N * kHalves picks; the sums of the second half start at kTileHalf / 2.
+template <int N, int kHalves, int kSums>
+__device__ __forceinline__ void MultiplyTile(TileShared& s, int steps, int group, int& n, float (&sum)[kSums]) {
+  for (int step = 0; step < steps; ++step, ++n) {
+    const int stage = n % kTileStages;
+    BarrierWait(&s.full[stage], n / kTileStages & 1);
+    const unsigned char* w = s.stage[stage].w + 64 * 128 * group;
+    const unsigned char* x = s.stage[stage].x;
+    GroupMmaFence();
+#pragma unroll
+    for (int k = 0; k < kTileDepth / 16; ++k) {
+      GroupMma<N>(sum, SharedOperand(w + 32 * k), SharedOperand(x + 32 * k), step > 0 || k > 0);
+      if constexpr (kHalves == 2) {
+        GroupMma<N, false, false, kTileHalf / 2>(sum, SharedOperand(w + 32 * k), SharedOperand(x + N * 128 + 32 * k),
+                                          step > 0 || k > 0);
+      }
+    }
+    GroupMmaCommit();
+    GroupMmaWait<1>();
+    // The products of the step before are done with its stage.
+    if (step > 0) ReleaseStage(s, (n - 1) % kTileStages);
+  }
+  GroupMmaWait<0>();
+  ReleaseStage(s, (n - 1) % kTileStages);
+}
+
+// One tile whose number of picks asks for columns in one piece (kHalves 1) or two.
+template <bool kUp, int kHalves>
+__device__ __forceinline__ void WorkTile(TileShared& s, const TileArgs& args, int first_row, int begin, int count,
+                                         int group, int& n) {
+  const int steps = (args.in + kTileDepth - 1) / kTileDepth;
+  constexpr int kSums = kHalves == 1 ? 128 : kMoeTilePicks / 2;
+  float sum[kSums];
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sum[i] = 0;
+  int half = kTileHalf;
+  const auto multiply = [&](auto columns) {
+    constexpr int kColumns = decltype(columns)::value;
+    MultiplyTile<kColumns, kHalves>(s, steps, group, n, sum);
+    if constexpr (kHalves == 2) half = kColumns;
+  };
+#define K3_TILE_CASE(LAST, N)                   \
+  if (count <= LAST) {                          \
+    multiply(std::integral_constant<int, N>()); \
+  } else
+  if constexpr (kHalves == 1) {
+    K3_TILE_CASE(32, 32)
+    K3_TILE_CASE(64, 64)
+    K3_TILE_CASE(96, 96)
+    K3_TILE_CASE(128, 128)
+    K3_TILE_CASE(160, 160)
+    K3_TILE_CASE(192, 192)
+    K3_TILE_CASE(208, 208)
+    K3_TILE_CASE(224, 224)
+    K3_TILE_CASE(240, 240) { multiply(std::integral_constant<int, 256>()); }
+  } else {
+    K3_TILE_CASE(272, 136)
+    K3_TILE_CASE(288, 144)
+    K3_TILE_CASE(304, 152) { multiply(std::integral_constant<int, 160>()); }
+  }
+#undef K3_TILE_CASE
+  const int stage = n % kTileStages;
+  BarrierWait(&s.full[stage], n / kTileStages & 1);
+  unsigned char* space = reinterpret_cast<unsigned char*>(&s.stage[stage]) + group * (sizeof(TileStage) / 2);
+  if (kUp && args.activation.kind == Activation::kSitu) {
+    StoreTile<kUp, Activation::kSitu>(space, args, first_row, begin, count, half, sum);
+  } else {
+    StoreTile<kUp, Activation::kSwiglu>(space, args, first_row, begin, count, half, sum);
+  }
+  FenceSharedForCopy();
+  __syncwarp();
+  ReleaseStage(s, stage);
+  ++n;
 }
 
 template <bool kUp>
 __device__ __forceinline__ void MultiplyTiles(TileShared& s, const TileArgs& args) {
   // Through a shuffle, so that the compiler knows it to be one value per warp: matrix products in branches that may
   // diverge are serialized.
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  const bool speaks = threadIdx.x % 32 == 0;  // for its warp
-  const int steps = (args.in + kTileDepth - 1) / kTileDepth;
-  float sum[kTileColumns / 2];
-#pragma unroll
-  for (int i = 0; i < kTileColumns / 2; ++i) sum[i] = 0;
+  const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
   int n = 0;
-  MoeTile tile;
-  for (int number = blockIdx.x; FindTile(args, number, tile); number += gridDim.x) {
-    if (64 * group >= tile.count) {  // no picks for this warpgroup
-      for (int step = 0; step < steps; ++step, ++n) {
-        BarrierWait(&s.full[n % kTileStages], n / kTileStages & 1);
-        if (speaks) BarrierArrive(&s.empty[n % kTileStages]);
-      }
-      continue;
+  for (;;) {
+    BarrierWait(&s.full[n % kTileStages], n / kTileStages & 1);
+    const MoeTile& tile = s.tile[n % kTileStages];
+    const int count = __shfl_sync(kAllLanes, tile.count, 0), begin = tile.begin;
+    const int first_row = tile.first_row;
+    if (count == 0) break;
+    if (count <= 256) {
+      WorkTile<kUp, 1>(s, args, first_row, begin, count, group, n);
+    } else {
+      WorkTile<kUp, 2>(s, args, first_row, begin, count, group, n);
     }
-    for (int step = 0; step < steps; ++step, ++n) {
-      const int stage = n % kTileStages;
-      BarrierWait(&s.full[stage], n / kTileStages & 1);
-      GroupMmaFence();
-#pragma unroll
-      for (int k = 0; k < kTileDepth / 16; ++k) {
-        GroupMma<kTileColumns>(sum, SharedOperand(s.x[stage] + 64 * 128 * group + 32 * k),
-                               SharedOperand(s.w[stage] + 32 * k), step > 0 || k > 0);
-      }
-      GroupMmaCommit();
-      GroupMmaWait<1>();
-      // The products of the step before are done with its stage.
-      if (step > 0 && speaks) BarrierArrive(&s.empty[(n - 1) % kTileStages]);
-    }
-    GroupMmaWait<0>();
-    if (speaks) BarrierArrive(&s.empty[(n - 1) % kTileStages]);
-    StoreTile<kUp>(args, tile, sum);
   }
 }
 
-// `weights`: of the launch's experts, [out, in] an expert, in boxes of kTileColumns rows. Any grid.
+// `weights`: of the launch's experts, [out, in] an expert, in boxes of kTileWeightRows; `picks`: [picks, in] in boxes
+// of kTileBoxPicks. Any grid of whole clusters.
 template <bool kUp>
 __global__ void __launch_bounds__(kTileThreads, 1)
-    MoeTileKernel(const __grid_constant__ CUtensorMap weights, TileArgs args) {
+    MoeTileKernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap picks,
+                  TileArgs args) {
   TileShared& s = *DynamicShared<TileShared>();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kTileStages; ++stage) {
-      BarrierInit(&s.full[stage], kTileCopyThreads + 1);
+      BarrierInit(&s.full[stage], 1);
       BarrierInit(&s.empty[stage], kTileMultiplyThreads / 32);
     }
     BarrierInitFence();
   }
   __syncthreads();
   if (threadIdx.x >= kTileMultiplyThreads) {
-    CopyTiles<kUp>(s, weights, args);
+    GiveRegisters<40>();
+    if (threadIdx.x == kTileMultiplyThreads) CopyTiles(s, weights, picks, args);
   } else {
+    TakeRegisters<232>();
     MultiplyTiles<kUp>(s, args);
   }
 }
 
-// bf16 copies of the MXFP4 rows of experts [expert_begin, expert_end) that have picks; eight elements a thread. Grid
-// (blocks over one expert's words, experts).
-__global__ void Mxfp4ExpandKernel(const uint8_t* data, const uint8_t* scales, MoePlan plan, int expert_begin,
-                                  int64_t words, bf16* to) {
+// to[pick of (token, j)] = x[token]; grid (tokens), a thread takes 8 elements at a time.
+__global__ void MoePermuteKernel(Matrix<const bf16> x, const int* __restrict__ pick_of, int top_k, int in, bf16* to) {
+  const int64_t token = blockIdx.x;
+  for (int c = threadIdx.x; c < in / 8; c += blockDim.x) {
+    const uint4 piece = reinterpret_cast<const uint4*>(x.Row(token))[c];
+#pragma unroll 8
+    for (int j = 0; j < top_k; ++j) {
+      const int pick = pick_of[token * top_k + j];
+      if (pick >= 0) reinterpret_cast<uint4*>(to + static_cast<int64_t>(pick) * in)[c] = piece;
+    }
+  }
+}
+
+// bf16 copies of the MXFP4 rows of experts [expert_begin, expert_end) that have picks, [rows, cols] an expert; grid
+// (blocks over the pieces' lanes of one expert, experts).
+__global__ void Mxfp4ExpandKernel(Mxfp4View weights, MoePlan plan, int expert_begin, int rows, int cols, bf16* to) {
   const int expert = expert_begin + blockIdx.y;
   if (plan.expert_begin[expert + 1] == plan.expert_begin[expert]) return;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words;
+  const int64_t lanes = static_cast<int64_t>(rows / kMxfp4Rows) * weights.pieces * 32;
+  bf16* const matrix = to + static_cast<int64_t>(blockIdx.y) * rows * cols;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < lanes;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int64_t word = expert * words + i;
-    const Mxfp4Row row{reinterpret_cast<const uint32_t*>(data) + word, scales + word / 4};
-    float values[8];
+    const int64_t at = expert * lanes + i;
+    const int lane = static_cast<int>(i % 32), g = lane / 4, t = lane % 4;
+    const uint4 codes = weights.codes[at];
+    const uint32_t scales = weights.scales[at / 32 * 8 + g];
+    const int64_t piece = i / 32;
+    const int64_t row = piece / weights.pieces * kMxfp4Rows + g;
+    const int k = static_cast<int>(piece % weights.pieces) * kMxfp4Inputs + 8 * t;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) values[e] = row(e);
-    StoreFloats<8>(to + (static_cast<int64_t>(blockIdx.y) * words + i) * 8, values);
+    for (int part = 0; part < 2; ++part) {
+      if (k + 32 * part >= cols) break;
+      uint32_t low[4], high[4];
+      Mxfp4Spread(part == 0 ? codes.x : codes.z, low);
+      Mxfp4Spread(part == 0 ? codes.y : codes.w, high);
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        const uint2 factors = Mxfp4Factors(scales >> (16 * upper + 8 * part) & 255);
+        const auto value = [&](uint32_t pair) { return MultiplyBf16(MultiplyBf16(pair, factors.x), factors.y); };
+        *reinterpret_cast<uint4*>(matrix + (row + 8 * upper) * cols + k + 32 * part) =
+            make_uint4(value(low[upper]), value(low[upper + 2]), value(high[upper]), value(high[upper + 2]));
+      }
+    }
   }
 }
 

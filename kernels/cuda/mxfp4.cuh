@@ -4,26 +4,53 @@
 
 #include <cstdint>
 
-// MXFP4 weights on the device (spec 2.3).
+#include "kernels/cuda/mxfp4_layout.h"
+#include "kernels/cuda/ptx.cuh"
+
+// MXFP4 weights (spec 2.3) in the order of mxfp4_layout.h.
 namespace k3::cuda {
 
-// Where the repacked words keep a code: element i of a word's eight is nibble 3 - i / 2 for even i, 7 - i / 2
-// for odd i, so that shifting a word left by 4 j brings the pair (2 j, 2 j + 1) to the tops of its halves.
-__host__ __device__ constexpr int Mxfp4Nibble(int element) { return 3 - element / 2 + element % 2 * 4; }
+struct Mxfp4View {
+  const uint4* codes;      // [rows / 16][pieces][32]
+  const uint32_t* scales;  // [rows / 16][pieces][8]
+  int pieces;              // of a row of them
+};
 
 __device__ __forceinline__ float Mxfp4Scale(uint32_t code) {
   return code == 255 ? __uint_as_float(0x7fc00000u) : __uint_as_float(code == 0 ? 0x00400000u : code << 23);
 }
 
+// The codes of a word where bf16 has its bits: read as bf16, their values times 2^-126, subnormals included.
+__device__ __forceinline__ void Mxfp4Spread(uint32_t word, uint32_t (&a)[4]) {
+  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01c001c0u;
+  a[0] = word & (kSign | kMagnitude);
+  a[1] = (word << 3) & (kSign | kMagnitude);
+  a[2] = ((word << 6) & kMagnitude) | ((word << 1) & kSign);
+  a[3] = ((word >> 3) & kMagnitude) | ((word << 2) & kSign);
+}
+
+// A scale's factor for that, as a pair; for codes up to 127. Others need two factors.
+__device__ __forceinline__ uint32_t Mxfp4Factor(uint32_t code) { return code * 0x00800080u + 0x3f003f00u; }
+__device__ __forceinline__ uint2 Mxfp4Factors(uint32_t code) {
+  if (code == 255) return make_uint2(0x7fc07fc0u, 0x3f803f80u);
+  const uint32_t first = min(code, 127u);
+  return make_uint2(Mxfp4Factor(first), 0x3f803f80u + (code - first) * 0x00800080u);
+}
+
 // A row of weights as fp32.
 struct Mxfp4Row {
-  const uint32_t* words;
-  const uint8_t* scales;
+  Mxfp4View view;
+  int64_t row;
   __device__ __forceinline__ float operator()(int k) const {
-    const uint32_t code = words[k / 8] >> (4 * Mxfp4Nibble(k % 8)) & 15;
-    const uint32_t magnitude = code & 7;
+    const int64_t piece = row / kMxfp4Rows * view.pieces + k / kMxfp4Inputs;
+    const int g = row % 8, upper = row % kMxfp4Rows / 8, part = k % kMxfp4Inputs / 32, t = k % 32 / 8;
+    const int pair = k % 8 / 2, a = upper + 2 * (pair % 2);
+    const uint32_t word = reinterpret_cast<const uint32_t*>(view.codes + piece * 32 + 4 * g + t)[2 * part + pair / 2];
+    const uint32_t half = word >> (16 * (k % 2));
+    const uint32_t magnitude = half >> Mxfp4MagnitudeBit(a) & 7;
     const float value = magnitude < 2 ? 0.5f * magnitude : (1.0f + 0.5f * (magnitude & 1)) * (1 << (magnitude / 2 - 1));
-    return ((code & 8) != 0 ? -value : value) * Mxfp4Scale(scales[k / 32]);
+    const uint32_t scale = view.scales[piece * 8 + g] >> (16 * upper + 8 * part) & 255;
+    return ((half >> Mxfp4SignBit(a) & 1) != 0 ? -value : value) * Mxfp4Scale(scale);
   }
 };
 

@@ -19,19 +19,21 @@ struct CudaLatentProjection final : LatentProjection {
   const void* data() const { return memory.data(); }
 };
 
+constexpr int32_t kExpandedExperts = 8;  // MXFP4 experts that are bf16 at a time
+
 // The element form of a rank's experts: all of them alike.
 enum class ExpertForm : uint8_t { kPlain, kMxfp4 };
 
 // Per expert the rows of w1 and w3 interleaved in groups (group j of w1, then group j of w3), so that a tile of the
-// first product holds both inputs of its activation; then w2 as it is. kPlain: act elements. kMxfp4: codes regrouped
-// within words (Mxfp4Nibble), scales beside them.
+// first product holds both inputs of its activation; then w2 as it is. kPlain: act elements. kMxfp4: codes and scales
+// in the order of mxfp4_layout.h, rows padded to a multiple of 64 inputs.
 struct CudaExperts final : ExpertWeights {
   ExpertForm form = ExpertForm::kPlain;
   int32_t interleave = 8;  // rows of a group; 1 where inner is no multiple of 8
   DeviceMemory w13;        // [count][2 * inner][in]
-  DeviceMemory w13_scale;  // kMxfp4: [count][2 * inner][in / 32]
+  DeviceMemory w13_scale;  // kMxfp4
   DeviceMemory w2;         // [count][in][inner]
-  DeviceMemory w2_scale;   // kMxfp4: [count][in][inner / 32]
+  DeviceMemory w2_scale;   // kMxfp4
   // kMxfp4: room for a few experts in bf16, shared by all layers of the Ops object and owned by it.
   void* expanded = nullptr;
   int32_t expanded_experts = 0;

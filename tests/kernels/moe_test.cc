@@ -19,7 +19,8 @@ class MoeTest : public OpTest {
     ActivationSpec activation{Activation::kSitu, 4, 25};
   };
 
-  static Layer MakeLayer(WeightKind kind, int32_t experts, int64_t in, int64_t inner, uint32_t seed) {
+  static Layer MakeLayer(WeightKind kind, int32_t experts, int64_t in, int64_t inner, uint32_t seed,
+                         uint8_t least_scale = 121, uint8_t most_scale = 125) {
     Random random(seed);
     Layer layer;
     layer.in = in;
@@ -36,7 +37,7 @@ class MoeTest : public OpTest {
           return;
         }
         const std::vector<uint8_t> packed = random.Bytes(rows * cols / 2, 0, 255);
-        const std::vector<uint8_t> scales = random.Bytes(rows * cols / 32, 121, 125);
+        const std::vector<uint8_t> scales = random.Bytes(rows * cols / 32, least_scale, most_scale);
         for (int64_t r = 0; r < rows; ++r) {
           for (int64_t c = 0; c < cols; ++c) {
             values.push_back(Mxfp4Value(packed.data() + r * cols / 2, scales.data() + r * cols / 32, c));
@@ -133,6 +134,14 @@ TEST_P(MoeTest, WidthsThatAreNotMultiplesOf64) {
   Check(MakeLayer(WeightKind::kBf16, 3, 50, 33, 6), 0, 3, RandomIds(9, 3, 1, 7), 1, 8, "BF16 50 x 33");
 }
 
+// 127 is where one factor of bf16 no longer does for the scale of a weight.
+TEST_P(MoeTest, Mxfp4ScalesAroundOne) {
+  const Layer layer = MakeLayer(WeightKind::kMxfp4, 4, 64, 64, 28, 118, 131);
+  for (int64_t tokens : {9, 200}) {
+    Check(layer, 0, 4, RandomIds(tokens, 4, 2, 29), 2, 30, std::to_string(tokens) + " tokens");
+  }
+}
+
 TEST_P(MoeTest, SwigluExperts) {
   Layer layer = MakeLayer(WeightKind::kBf16, 6, 64, 64, 9);
   layer.activation = {Activation::kSwiglu, 1, 0};
@@ -157,6 +166,21 @@ TEST_P(MoeTest, AllTokensToTheSameExperts) {
     spread.push_back(std::max(3, other));
   }
   Check(layer, 0, 8, spread, 2, 15, "one empty, one full");
+}
+
+// The tiles of the large products are as wide as an expert's picks ask for, up to 320.
+TEST_P(MoeTest, AnyNumberOfPicksAnExpert) {
+  const std::vector<int32_t> counts = {17,  0,   50,  90,  128, 150, 161, 200, 209,
+                                       225, 256, 257, 288, 300, 305, 1,   321, 1500};
+  for (WeightKind kind : {WeightKind::kBf16, WeightKind::kMxfp4}) {
+    if (slow() && kind == WeightKind::kMxfp4) continue;
+    const Layer layer = MakeLayer(kind, static_cast<int32_t>(counts.size()), 64, 96, 25);
+    std::vector<int32_t> ids;
+    for (size_t e = 0; e < counts.size(); ++e)
+      ids.insert(ids.end(), static_cast<size_t>(counts[e]), static_cast<int32_t>(e));
+    std::shuffle(ids.begin(), ids.end(), std::mt19937(26));
+    Check(layer, 0, static_cast<int32_t>(counts.size()), ids, 1, 27, "every width");
+  }
 }
 
 // B37: the experts of 2 and 8 ranks; the ranks' sums add up to the whole.

@@ -1,0 +1,147 @@
+#pragma once
+
+#include "kernels/cuda/moe_stream.cuh"
+
+// MoeStreamKernel for MXFP4 weights, dequantised in registers. A block's warps are two groups of rows x four slices of
+// the contraction; the groups share the picks' inputs through L1. Weights are loaded a step ahead, and the first before
+// anything is known about the picks.
+namespace k3::cuda {
+
+constexpr int kMxfp4Slices = 4;
+template <int kTiles>
+constexpr int kMxfp4StreamRows = 16 * kTiles * kStreamWarps / kMxfp4Slices;  // of a block
+
+// kBlocks: of a multiprocessor. Grid (weight rows / kMxfp4StreamRows, experts that may have picks).
+template <int kTokens, int kTiles, int kBlocks, bool kUp>
+__global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeMxfp4StreamKernel(StreamArgs args, Mxfp4View weights) {
+  constexpr int kSlices = kMxfp4Slices, kStride = kSlices * kMxfp4Inputs;
+  float4* partial = DynamicShared<float4>();  // [warps][kTiles][kTokens][32]
+  const int active = *args.plan.active_count;
+  const int expert = args.plan.active[blockIdx.y];
+  if (static_cast<int>(blockIdx.y) >= active) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+  const int first_row = blockIdx.x * kMxfp4StreamRows<kTiles>;  // of the block
+  const int warp_row = first_row + warp / kSlices * 16 * kTiles;
+  const int first_k = warp % kSlices * kMxfp4Inputs;
+  const int tiles = min(kTiles, (args.out - warp_row) / 16);  // that exist
+
+  struct Piece {
+    uint4 words;
+    uint32_t scales;
+  };
+  const int64_t first_piece = (static_cast<int64_t>(expert) * args.out + warp_row) / kMxfp4Rows * weights.pieces;
+  const uint4* const codes = weights.codes + first_piece * 32 + lane;
+  const uint32_t* const scales = weights.scales + first_piece * 8 + g;
+  const auto load = [&](Piece(&piece)[kTiles], int k) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int at = tile * weights.pieces + k / kMxfp4Inputs;
+      piece[tile] = {};
+      if (tile < tiles) piece[tile] = {LoadStreaming16(codes + at * 32), scales[at * 8]};
+    }
+  };
+  Piece piece[2][kTiles];
+  if (first_k < args.in) load(piece[0], first_k);
+
+  const int begin = args.plan.expert_begin[expert], count = args.plan.expert_begin[expert + 1] - begin;
+  for (int base = 0; base < count; base += 8 * kTokens) {
+    const bf16* x[kTokens];
+#pragma unroll
+    for (int n = 0; n < kTokens; ++n) {
+      const int pick = begin + min(base + 8 * n + g, count - 1);
+      x[n] = args.x.Row(kUp ? args.plan.token_of[pick] : pick) + 8 * t;
+    }
+    float sum[kTiles][kTokens][4] = {};
+    // Inputs of one part (32) of a step; zero past the last.
+    const auto load_inputs = [&](uint4(&inputs)[kTokens], int k) {
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n) {
+        inputs[n] = k < args.in ? *reinterpret_cast<const uint4*>(x[n] + k) : make_uint4(0, 0, 0, 0);
+      }
+    };
+    uint4 inputs[2][kTokens];
+    load_inputs(inputs[0], first_k);
+    const auto multiply_by = [&]<bool kLarge>(const Piece(&piece)[kTiles], int k) {
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        load_inputs(inputs[1 - part], part == 0 ? k + 32 : k + kStride);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            uint32_t a[4];
+            const uint4& words = piece[tile].words;
+            Mxfp4Spread(part == 0 ? (i == 0 ? words.x : words.y) : (i == 0 ? words.z : words.w), a);
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+              // The scale's byte in both halves.
+              const uint32_t code = __byte_perm(piece[tile].scales, 0, 0x4040 + 0x101 * (2 * upper + part));
+              if constexpr (kLarge) {
+                const uint2 factors = Mxfp4Factors(code & 255);
+                a[upper] = MultiplyBf16(MultiplyBf16(a[upper], factors.x), factors.y);
+                a[upper + 2] = MultiplyBf16(MultiplyBf16(a[upper + 2], factors.x), factors.y);
+              } else {
+                const uint32_t factor = code * 128 + 0x3f003f00u;  // Mxfp4Factor
+                a[upper] = MultiplyBf16(a[upper], factor);
+                a[upper + 2] = MultiplyBf16(a[upper + 2], factor);
+              }
+            }
+#pragma unroll
+            for (int n = 0; n < kTokens; ++n) {
+              const uint4& x = inputs[part][n];
+              MmaBf16(sum[tile][n], a, i == 0 ? x.x : x.z, i == 0 ? x.y : x.w);
+            }
+          }
+        }
+      }
+    };
+    // Scales beyond what one factor can do are rare.
+    const auto multiply = [&](const Piece(&piece)[kTiles], int k) {
+      uint32_t all = 0;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) all |= piece[tile].scales;
+      if (__any_sync(kAllLanes, (all & 0x80808080u) != 0)) {
+        multiply_by.template operator()<true>(piece, k);
+      } else {
+        multiply_by.template operator()<false>(piece, k);
+      }
+    };
+    if (base > 0 && first_k < args.in) load(piece[0], first_k);
+    for (int k = first_k; k < args.in; k += 2 * kStride) {
+      if (k + kStride < args.in) load(piece[1], k + kStride);
+      multiply(piece[0], k);
+      if (k + kStride >= args.in) break;
+      if (k + 2 * kStride < args.in) load(piece[0], k + 2 * kStride);
+      multiply(piece[1], k + kStride);
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n) {
+        partial[((warp * kTiles + tile) * kTokens + n) * 32 + lane] = {sum[tile][n][0], sum[tile][n][1],
+                                                                       sum[tile][n][2], sum[tile][n][3]};
+      }
+    }
+    __syncthreads();
+    constexpr int kWarpSums = kTiles * kTokens * 32;
+    for (int i = threadIdx.x; i < kStreamWarps / kSlices * kWarpSums; i += kStreamThreads) {
+      const int group = i / kWarpSums, tile = i % kWarpSums / (32 * kTokens), n = i / 32 % kTokens;
+      const float4* from = partial + group * kSlices * kWarpSums + i % kWarpSums;
+      float4 total = from[0];
+#pragma unroll
+      for (int s = 1; s < kSlices; ++s) {
+        const float4 other = from[s * kWarpSums];
+        total.x += other.x;
+        total.y += other.y;
+        total.z += other.z;
+        total.w += other.w;
+      }
+      const int row = first_row + 16 * (group * kTiles + tile);
+      if (row < args.out) StoreStreamed<kUp>(args, total, begin + base, count - base, n, row);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace k3::cuda
