@@ -9,7 +9,7 @@ namespace k3::cuda {
 
 constexpr int kMxfp4Slices = 4;
 template <int kTiles>
-constexpr int kMxfp4StreamRows = 16 * kTiles * kStreamWarps / kMxfp4Slices;  // of a block
+constexpr int kMxfp4StreamRows = 16 * kTiles* kStreamWarps / kMxfp4Slices;  // of a block
 
 // kBlocks: of a multiprocessor. Grid (weight rows / kMxfp4StreamRows, experts that may have picks).
 template <int kTokens, int kTiles, int kBlocks, bool kUp>

@@ -2,6 +2,8 @@
 
 #include <cuda.h>
 
+#include <type_traits>
+
 #include "kernels/cuda/group_mma.cuh"
 #include "kernels/cuda/moe.cuh"
 
@@ -181,7 +183,7 @@ __device__ __forceinline__ void MultiplyTile(TileShared& s, int steps, int group
       GroupMma<N>(sum, SharedOperand(w + 32 * k), SharedOperand(x + 32 * k), step > 0 || k > 0);
       if constexpr (kHalves == 2) {
         GroupMma<N, false, false, kTileHalf / 2>(sum, SharedOperand(w + 32 * k), SharedOperand(x + N * 128 + 32 * k),
-                                          step > 0 || k > 0);
+                                                 step > 0 || k > 0);
       }
     }
     GroupMmaCommit();
