@@ -1,6 +1,6 @@
 // Planted skew: one rank's experts are made popular, and prompts are computed with experts chosen exactly and with the
 // balance of --moe-routing local-quantile. What counts is the time of the experts' products on the slowest rank.
-//   skew_bench [--device cpu|cuda] [--ranks N] [--model DIR] [--tokens N] [--skew 1.4] [--steps N] [--json FILE]
+//   skew_bench [--device cpu|cuda] [--ranks N] [--model DIR] [--tokens N] [--skew 1.4] [--settle N] [--steps N] [--json FILE]
 // Weights are random; the ranks are data-parallel groups with experts over all of them, on the CPU as threads. The
 // guard is off: a planted skew changes far more choices than it allows.
 #include <algorithm>
@@ -32,7 +32,8 @@ struct Settings {
   std::string model = testing::TinyK3();
   int32_t tokens = 2048;
   double skew = 1.4;
-  int32_t steps = 5;
+  int32_t settle = 24;  // steps before the measured ones: suppressing one rank moves every cutoff, so it takes several
+  int32_t steps = 10;
   std::string json;
 };
 
@@ -168,7 +169,7 @@ class Run {
     double override_share = 0;
   };
   Figures Measure() {
-    for (int32_t i = 0; i < settings_.steps; ++i) Prefill();  // the control settles
+    for (int32_t i = 0; i < settings_.settle; ++i) Prefill();
     Figures figures;
     for (ProfiledOps* profile : profiles_) profile->Start(settings_.steps);
     for (int32_t i = 0; i < settings_.steps; ++i) {
@@ -219,6 +220,8 @@ int Main(int argc, char** argv) {
       settings.tokens = std::atoi(value.c_str());
     } else if (flag == "--skew") {
       settings.skew = std::atof(value.c_str());
+    } else if (flag == "--settle") {
+      settings.settle = std::atoi(value.c_str());
     } else if (flag == "--steps") {
       settings.steps = std::atoi(value.c_str());
     } else if (flag == "--json") {
