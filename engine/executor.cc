@@ -5,13 +5,14 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "engine/request.h"
 #include "kernels/core/check.h"
 
 namespace k3 {
 namespace {
 
-// Log-probabilities a row for which a decode step of fixed size has room.
-constexpr size_t kDecodeTop = 20;
+// Log-probabilities a row for which there is room.
+constexpr size_t kMostTop = kMaxTopLogprobs;
 // Room in the block of a decode step for logit edits and masks; steps with more are not padded.
 constexpr size_t kDecodeExtraBytes = size_t{4} << 20;
 
@@ -49,19 +50,20 @@ std::vector<int32_t> Executor::DecodeSizes(int64_t most_sequences) {
   return sizes;
 }
 
-Executor::StagingSizes Executor::Sizes(const StepBounds& bounds, int32_t page_size,
+Executor::StagingSizes Executor::Sizes(int64_t vocab_size, const StepBounds& bounds, int32_t page_size,
                                        const std::vector<int32_t>& decode_sizes) {
   StagingSizes sizes;
   const int64_t stride = TableStride(bounds, page_size);
-  sizes.input = static_cast<size_t>(bounds.tokens * 12 + bounds.sequences * (stride * 4 + 256)) + 65536;
+  // Every token may be scored, and every sequence may have its prompt end with the first tokens of all its choices.
+  const auto rows = static_cast<size_t>(bounds.tokens + kMaxChoices * bounds.sequences);
+  sizes.input = static_cast<size_t>(bounds.tokens * 16 + bounds.sequences * (stride * 4 + 256)) +
+                rows * (sizeof(SampleRow) + 4) + MostExtrasOfRow(vocab_size) + 65536;
   for (int32_t size : decode_sizes) {
     if (size > std::min(bounds.sequences, bounds.tokens)) break;
     sizes.largest_decode = size;
   }
   const size_t largest = static_cast<size_t>(sizes.largest_decode);
-  sizes.output = std::max(OutputBytes(static_cast<size_t>(std::max(bounds.logits_rows, bounds.tokens)), 0),
-                          OutputBytes(largest, kDecodeTop)) +
-                 4096;
+  sizes.output = OutputBytes(rows, kMostTop) + 4096;
   if (largest > 0) {
     sizes.decode_table = largest * static_cast<size_t>(stride) * sizeof(int32_t);
     sizes.decode_input = largest * 256 + sizes.decode_table + kDecodeExtraBytes;
@@ -69,8 +71,9 @@ Executor::StagingSizes Executor::Sizes(const StepBounds& bounds, int32_t page_si
   return sizes;
 }
 
-size_t Executor::StagingBytes(const StepBounds& bounds, int32_t page_size, const std::vector<int32_t>& decode_sizes) {
-  const StagingSizes sizes = Sizes(bounds, page_size, decode_sizes);
+size_t Executor::StagingBytes(int64_t vocab_size, const StepBounds& bounds, int32_t page_size,
+                              const std::vector<int32_t>& decode_sizes) {
+  const StagingSizes sizes = Sizes(vocab_size, bounds, page_size, decode_sizes);
   return sizes.input + sizes.output + sizes.decode_input + sizes.decode_table;
 }
 
@@ -88,15 +91,15 @@ Executor::Executor(const Model& model, Ops& ops, const StepBounds& bounds, const
                                                bounds.tokens, bounds.sequences);
   }
   table_stride_ = TableStride(bounds, geometry.page_size);
-  const StagingSizes sizes = Sizes(bounds, geometry.page_size, options_.decode_sizes);
-  Reserve(input_, sizes.input, /*keep=*/false);
+  const StagingSizes sizes = Sizes(vocab_size(), bounds, geometry.page_size, options_.decode_sizes);
+  Reserve(input_, sizes.input);
   for (int32_t size : options_.decode_sizes) {
     if (size > sizes.largest_decode) continue;
     decode_sizes_.push_back({PaddedInputs(size, vocab_size(), balance_ != nullptr), nullptr});
   }
-  Reserve(output_, sizes.output, /*keep=*/false);
+  Reserve(output_, sizes.output);
   if (sizes.largest_decode > 0) {
-    Reserve(decode_input_, sizes.decode_input, /*keep=*/false);
+    Reserve(decode_input_, sizes.decode_input);
     decode_table_ = static_cast<int32_t*>(ops_.Allocate(sizes.decode_table));
     // No pages; a step spreads only as many columns as it has.
     ops_.Fill(decode_table_, 0xFF, sizes.decode_table, ops_.stream());
@@ -130,28 +133,15 @@ void Executor::Free(Staging& staging) {
   staging.device = nullptr;
 }
 
-void Executor::Reserve(Staging& staging, size_t bytes, bool keep) {
-  if (bytes <= staging.capacity) return;
-  Staging larger;
-  larger.capacity = std::max(bytes, staging.capacity * 2);
-  ops_.Synchronize(ops_.stream());
+void Executor::Reserve(Staging& staging, size_t bytes) {
   try {
-    for (void*& host : larger.host) host = ops_.AllocateHost(larger.capacity);
-    larger.device = ops_.Allocate(larger.capacity);
-    if (keep) {
-      // Results that were not fetched yet, and the tokens that the next step begins with.
-      for (int place = 0; place < kFlights; ++place) {
-        std::memcpy(larger.host[place], staging.host[place], staging.capacity);
-      }
-      ops_.CopyOnDevice(larger.device, staging.device, staging.capacity, ops_.stream());
-      ops_.Synchronize(ops_.stream());
-    }
+    for (void*& host : staging.host) host = ops_.AllocateHost(bytes);
+    staging.device = ops_.Allocate(bytes);
   } catch (...) {
-    Free(larger);
+    Free(staging);
     throw;
   }
-  Free(staging);
-  staging = larger;
+  staging.capacity = bytes;
 }
 
 absl::Status Executor::Submit(const StepPlan& plan) {
@@ -229,9 +219,11 @@ void Executor::SubmitRank(const StepPlan& step, int place, Flight* flight) {
     return;
   }
 
-  Reserve(input_, PackedBytes(plan), /*keep=*/false);
-  const DeviceInputs in = Pack(plan, input_.host[place], input_.device);
-  ops_.CopyToDevice(input_.device, input_.host[place], PackedBytes(plan), stream);
+  const auto extras = PackedBytes(plan) <= input_.capacity ? ExtrasPlace::kWithin : ExtrasPlace::kApart;
+  const size_t used = PackedBytes(plan, extras);
+  K3_CHECK(used <= input_.capacity && OutputBytes(rows, top) <= output_.capacity);
+  const DeviceInputs in = Pack(plan, input_.host[place], input_.device, extras);
+  ops_.CopyToDevice(input_.device, input_.host[place], used, stream);
   const bool unknown = std::any_of(plan.tokens.begin(), plan.tokens.end(), [](int32_t token) { return token < 0; });
   if (unknown) {
     ops_.BeginStep(
@@ -241,8 +233,11 @@ void Executor::SubmitRank(const StepPlan& step, int place, Flight* flight) {
   const MatrixView hidden =
       model_.Forward(in.batch, in.tokens, workspace_, cache_, nullptr, dispatch_rows, balance_.get());
   if (rows == 0) return;
-  Reserve(output_, OutputBytes(rows, top), /*keep=*/true);
-  Sample(in, hidden, rows, top);
+  if (extras == ExtrasPlace::kApart) {
+    SampleInPasses(plan, in, hidden, place, used);
+  } else {
+    Sample(in, hidden, 0, rows, rows, top);
+  }
   ops_.CopyToHost(output_.host[place], output_.device, OutputBytes(rows, top), stream);
 }
 
@@ -256,7 +251,7 @@ const Executor::DecodeSize* Executor::CommonSize(const StepPlan& step) const {
   for (const RankPlan& plan : step.ranks) {
     if (plan.tokens.empty()) continue;
     if (!size->inputs.Takes(plan) || plan.page_table_stride > table_stride_ ||
-        static_cast<size_t>(plan.max_top_logprobs) > kDecodeTop ||
+        static_cast<size_t>(plan.max_top_logprobs) > kMostTop ||
         size->inputs.PackedBytes(plan) > decode_input_.capacity) {
       return nullptr;
     }
@@ -274,8 +269,8 @@ void Executor::SubmitDecode(const RankPlan& plan, const DecodeSize& size, int pl
     RunDecode(size);
   }
   flight->out_rows = static_cast<size_t>(size.inputs.size());
-  flight->out_top = kDecodeTop;
-  ops_.CopyToHost(output_.host[place], output_.device, OutputBytes(flight->out_rows, flight->top > 0 ? kDecodeTop : 0),
+  flight->out_top = kMostTop;
+  ops_.CopyToHost(output_.host[place], output_.device, OutputBytes(flight->out_rows, flight->top > 0 ? kMostTop : 0),
                   ops_.stream());
 }
 
@@ -292,10 +287,25 @@ void Executor::RunDecode(const DecodeSize& size) {
                  ops_.stream());
   const MatrixView hidden =
       model_.Forward(in.batch, in.tokens, workspace_, cache_, nullptr, /*dispatch_rows=*/0, balance_.get());
-  Sample(in, hidden, static_cast<size_t>(size.inputs.size()), kDecodeTop);
+  const auto rows = static_cast<size_t>(size.inputs.size());
+  Sample(in, hidden, 0, rows, rows, kMostTop);
 }
 
-void Executor::Sample(const DeviceInputs& in, const MatrixView& hidden, size_t rows, size_t top) {
+void Executor::SampleInPasses(const RankPlan& plan, DeviceInputs in, const MatrixView& hidden, int place, size_t used) {
+  char* host = static_cast<char*>(input_.host[place]) + used;
+  char* device = static_cast<char*>(input_.device) + used;
+  const size_t rows = plan.sample_rows.size();
+  for (size_t begin = 0; begin < rows;) {
+    if (begin > 0) ops_.Synchronize(ops_.stream());  // `host` is read until then
+    const PackedExtras packed = PackExtras(plan, vocab_size(), begin, input_.capacity - used, host, device, &in);
+    ops_.CopyToDevice(device, host, packed.bytes, ops_.stream());
+    Sample(in, hidden, begin, packed.end_row, rows, static_cast<size_t>(plan.max_top_logprobs));
+    begin = packed.end_row;
+  }
+}
+
+void Executor::Sample(const DeviceInputs& in, const MatrixView& hidden, size_t first, size_t end, size_t rows,
+                      size_t top) {
   char* out = static_cast<char*>(output_.device);
   auto* token = reinterpret_cast<int32_t*>(out);
   auto* status = reinterpret_cast<int32_t*>(out + rows * 4);
@@ -303,8 +313,8 @@ void Executor::Sample(const DeviceInputs& in, const MatrixView& hidden, size_t r
   auto* top_ids = reinterpret_cast<int32_t*>(out + rows * 12);
   auto* top_logprobs = reinterpret_cast<float*>(out + rows * (12 + 4 * top));
   const size_t pass = static_cast<size_t>(workspace_.bounds().logits_rows);
-  for (size_t begin = 0; begin < rows; begin += pass) {
-    const size_t count = std::min(pass, rows - begin);
+  for (size_t begin = first; begin < end; begin += pass) {
+    const size_t count = std::min(pass, end - begin);
     SampleParams sample;
     sample.logits = model_.Logits(hidden, in.logits_row + begin, static_cast<int64_t>(count), workspace_);
     sample.rows = in.sample_rows + begin;

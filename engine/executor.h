@@ -59,9 +59,9 @@ class Executor : public StepRunner {
   // Batch sizes worth a graph of their own, up to the most sequences of a step.
   static std::vector<int32_t> DecodeSizes(int64_t most_sequences);
 
-  // Device memory for the inputs and results of steps, beside workspace and pools; log-probabilities and penalties in
-  // numbers may make it grow.
-  static size_t StagingBytes(const StepBounds& bounds, int32_t page_size, const std::vector<int32_t>& decode_sizes);
+  // Device memory for the inputs and results of steps, beside workspace and pools.
+  static size_t StagingBytes(int64_t vocab_size, const StepBounds& bounds, int32_t page_size,
+                             const std::vector<int32_t>& decode_sizes);
 
   // Runs a largest step and a step of every decode size, all padding, and captures the latter. Touches no page and no
   // slot. Before the first step.
@@ -83,8 +83,7 @@ class Executor : public StepRunner {
   static constexpr int kFlights = 2;
   static constexpr int kMarks = kFlights + 1;  // the end of the step before the oldest flight is still of use
 
-  // A device buffer, with a host twin for each step in flight. Grows when a step needs more than any before it
-  // (log-probabilities, penalties), never on the ordinary path.
+  // A device buffer, with a host twin for each step in flight.
   struct Staging {
     void* host[kFlights] = {};
     void* device = nullptr;
@@ -112,9 +111,10 @@ class Executor : public StepRunner {
 
   Executor(const Model& model, Ops& ops, const StepBounds& bounds, const CacheGeometry& geometry,
            ExecutorOptions options);
-  static StagingSizes Sizes(const StepBounds& bounds, int32_t page_size, const std::vector<int32_t>& decode_sizes);
+  static StagingSizes Sizes(int64_t vocab_size, const StepBounds& bounds, int32_t page_size,
+                            const std::vector<int32_t>& decode_sizes);
   bool profiling() const { return options_.profile != nullptr && options_.profile->active(); }
-  void Reserve(Staging& staging, size_t bytes, bool keep);
+  void Reserve(Staging& staging, size_t bytes);
   void Free(Staging& staging);
   void SubmitRank(const StepPlan& step, int place, Flight* flight);
   // Has what the step's routers counted fetched when an update is due.
@@ -123,7 +123,11 @@ class Executor : public StepRunner {
   const DecodeSize* CommonSize(const StepPlan& step) const;
   void SubmitDecode(const RankPlan& plan, const DecodeSize& size, int place, Flight* flight);
   void RunDecode(const DecodeSize& size);
-  void Sample(const DeviceInputs& in, const MatrixView& hidden, size_t rows, size_t top);
+  // Draws rows [first, end) of `rows`.
+  void Sample(const DeviceInputs& in, const MatrixView& hidden, size_t first, size_t end, size_t rows, size_t top);
+  // Draws all rows of a plan whose edits and masks did not fit behind its other `used` bytes: they are uploaded in
+  // several passes, each of which waits for the one before.
+  void SampleInPasses(const RankPlan& plan, DeviceInputs in, const MatrixView& hidden, int place, size_t used);
   void Unpack(const Flight& flight, const char* host, RankResult* result) const;
   void DoWarmUp(WarmUpReport* report);
 

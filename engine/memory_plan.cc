@@ -132,9 +132,9 @@ class Planner {
     // The CPU has no decode steps of fixed size (EngineHost).
     const std::vector<int32_t> decode_sizes =
         request_.is_cpu ? std::vector<int32_t>() : Executor::DecodeSizes(bounds.sequences);
-    plan_.workspace_bytes = Workspace::Bytes(rank_config_, bounds, request_.activation, scratch, ranks) -
-                            plan_.bank_bytes +
-                            Executor::StagingBytes(bounds, static_cast<int32_t>(request_.page_size), decode_sizes);
+    plan_.workspace_bytes =
+        Workspace::Bytes(rank_config_, bounds, request_.activation, scratch, ranks) - plan_.bank_bytes +
+        Executor::StagingBytes(config_.vocab_size, bounds, static_cast<int32_t>(request_.page_size), decode_sizes);
 
     if (request_.balance.has_value()) {
       plan_.workspace_bytes += static_cast<uint64_t>(

@@ -31,6 +31,10 @@ class TokenConstraint {
   virtual std::unique_ptr<TokenConstraint> Fork() const = 0;
 };
 
+// Limits of a request for which every step has room.
+inline constexpr int kMaxTopLogprobs = 20;
+inline constexpr int kMaxChoices = 128;
+
 struct SamplingParams {
   float temperature = 1.0f;         // 0 = greedy, ties to the lowest id
   float top_p = 1.0f;               // (0, 1]

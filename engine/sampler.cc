@@ -62,7 +62,10 @@ void Sampler::Begin(const SamplingParams& params, int32_t choice, std::span<cons
     }
   }
   for (const auto& [id, value] : params.logit_bias) biases_.push_back(Bias(id, value));
-  for (int32_t id : params.banned_ids) biases_.push_back(Bias(id, kBan));
+  std::vector<int32_t> banned = params.banned_ids;
+  std::sort(banned.begin(), banned.end());
+  banned.erase(std::unique(banned.begin(), banned.end()), banned.end());
+  for (int32_t id : banned) biases_.push_back(Bias(id, kBan));
   if (!params.allowed_ids.empty()) {
     allowed_.assign(static_cast<size_t>(vocab_size + 31) / 32, 0);
     for (int32_t id : params.allowed_ids) allowed_[static_cast<size_t>(id) / 32] |= 1u << (id % 32);

@@ -10,6 +10,7 @@ namespace k3 {
 namespace {
 
 size_t Aligned(size_t bytes) { return (bytes + 15) / 16 * 16; }
+size_t MaskWords(int64_t vocab_size) { return static_cast<size_t>((vocab_size + 31) / 32); }
 
 // Without memory it only counts; with it copies and yields device addresses.
 class Packer {
@@ -44,7 +45,7 @@ size_t TableColumns(const RankPlan& plan) {
   return static_cast<size_t>(std::max(plan.page_table_stride, 1));
 }
 
-DeviceInputs PackAll(const RankPlan& plan, Packer& packer) {
+DeviceInputs PackAll(const RankPlan& plan, ExtrasPlace extras, Packer& packer) {
   DeviceInputs in;
   in.tokens = packer.Put(plan.tokens);
   in.batch.num_tokens = plan.num_tokens();
@@ -66,22 +67,60 @@ DeviceInputs PackAll(const RankPlan& plan, Packer& packer) {
   in.batch.host_context = plan.context.data();
   in.logits_row = packer.Put(plan.logits_row);
   in.sample_rows = packer.Put(plan.sample_rows);
-  in.logit_edits = packer.Put(plan.logit_edits);
-  in.allowed_mask = packer.Put(plan.allowed_mask);
+  if (extras == ExtrasPlace::kWithin) {
+    in.logit_edits = packer.Put(plan.logit_edits);
+    in.allowed_mask = packer.Put(plan.allowed_mask);
+  }
   return in;
 }
 
 }  // namespace
 
-size_t PackedBytes(const RankPlan& plan) {
+size_t PackedBytes(const RankPlan& plan, ExtrasPlace extras) {
   Packer measure(nullptr, nullptr);
-  PackAll(plan, measure);
+  PackAll(plan, extras, measure);
   return measure.used();
 }
 
-DeviceInputs Pack(const RankPlan& plan, void* host, void* device) {
+DeviceInputs Pack(const RankPlan& plan, void* host, void* device, ExtrasPlace extras) {
   Packer packer(host, device);
-  return PackAll(plan, packer);
+  return PackAll(plan, extras, packer);
+}
+
+size_t MostExtrasOfRow(int64_t vocab_size) {
+  // Penalties, biases, bans and stops.
+  return Aligned(static_cast<size_t>(4 * vocab_size) * sizeof(LogitEdit)) + Aligned(MaskWords(vocab_size) * 4);
+}
+
+PackedExtras PackExtras(const RankPlan& plan, int64_t vocab_size, size_t begin, size_t room, void* host, void* device,
+                        DeviceInputs* in) {
+  const size_t words = MaskWords(vocab_size);
+  const auto first_edit = static_cast<size_t>(plan.sample_rows[begin].edit_begin);
+  // Rows come with ascending slices of the edits and ascending masks.
+  size_t first_mask = 0, masks = 0, edits = 0;
+  PackedExtras packed{.end_row = begin};
+  for (; packed.end_row < plan.sample_rows.size(); ++packed.end_row) {
+    const SampleRow& row = plan.sample_rows[packed.end_row];
+    const size_t more_edits = static_cast<size_t>(row.edit_end) - first_edit;
+    size_t more_masks = masks;
+    if (row.mask_row >= 0) {
+      if (masks == 0) first_mask = static_cast<size_t>(row.mask_row);
+      more_masks = static_cast<size_t>(row.mask_row) + 1 - first_mask;
+    }
+    const size_t bytes = Aligned(more_edits * sizeof(LogitEdit)) + Aligned(more_masks * words * 4);
+    if (bytes > room) break;
+    edits = more_edits;
+    masks = more_masks;
+    packed.bytes = bytes;
+  }
+  K3_CHECK(packed.end_row > begin);
+  const size_t mask_at = Aligned(edits * sizeof(LogitEdit));
+  std::copy_n(plan.logit_edits.begin() + static_cast<ptrdiff_t>(first_edit), edits, static_cast<LogitEdit*>(host));
+  std::copy_n(plan.allowed_mask.begin() + static_cast<ptrdiff_t>(first_mask * words), masks * words,
+              reinterpret_cast<uint32_t*>(static_cast<char*>(host) + mask_at));
+  in->logit_edits = static_cast<const LogitEdit*>(device) - first_edit;
+  in->allowed_mask = reinterpret_cast<const uint32_t*>(static_cast<const char*>(device) + mask_at) - first_mask * words;
+  return packed;
 }
 
 PaddedInputs::PaddedInputs(int32_t size, int32_t vocab_size, bool epochs)

@@ -23,11 +23,25 @@ struct DeviceInputs {
   const int32_t* packed_stride = nullptr;
 };
 
+// Whether the logit edits and masks of a plan lie behind its other arrays, or come pass by pass (PackExtras).
+enum class ExtrasPlace { kWithin, kApart };
+
 // Bytes that Pack needs for `plan`.
-size_t PackedBytes(const RankPlan& plan);
+size_t PackedBytes(const RankPlan& plan, ExtrasPlace extras = ExtrasPlace::kWithin);
 // Lays the arrays of a plan one behind the other in `host`, which is to be copied to `device` as a whole, and returns
 // their addresses there. The host copies of the batch are those of the plan.
-DeviceInputs Pack(const RankPlan& plan, void* host, void* device);
+DeviceInputs Pack(const RankPlan& plan, void* host, void* device, ExtrasPlace extras = ExtrasPlace::kWithin);
+
+// Most bytes of edits and mask that one row can have: of each kind one an id.
+size_t MostExtrasOfRow(int64_t vocab_size);
+// Edits and masks of the sampling rows from `begin` on, as many rows as `room` bytes hold (MostExtrasOfRow at least).
+struct PackedExtras {
+  size_t end_row = 0;
+  size_t bytes = 0;  // to be copied from `host` to `device`
+};
+// Sets in->logit_edits and in->allowed_mask so that those rows' own indices lead into `device`.
+PackedExtras PackExtras(const RankPlan& plan, int64_t vocab_size, size_t begin, size_t room, void* host, void* device,
+                        DeviceInputs* in);
 
 // The inputs of a decode step of fixed size: one token a sequence and one drawn row each. All arrays lie at offsets
 // that depend on the size alone, so that captured work finds them; what varies (page table, edits, masks) comes behind.

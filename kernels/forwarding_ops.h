@@ -37,6 +37,8 @@ class ForwardingOps : public Ops {
   void Synchronize(Stream stream) override { inner_->Synchronize(stream); }
   size_t TotalMemory() const override { return inner_->TotalMemory(); }
   size_t FreeMemory() const override { return inner_->FreeMemory(); }
+  Stream Fork(Stream stream) override { return inner_->Fork(stream); }
+  void Join(Stream side, Stream stream) override { inner_->Join(side, stream); }
   Event MakeEvent() override { return inner_->MakeEvent(); }
   void FreeEvent(Event event) noexcept override { inner_->FreeEvent(event); }
   void RecordEvent(Event event, Stream stream) override { inner_->RecordEvent(event, stream); }
@@ -82,6 +84,9 @@ class ForwardingOps : public Ops {
   void BeginStep(const BeginStepParams& params, Stream stream) override { inner_->BeginStep(params, stream); }
   void Embed(const EmbedParams& params, Stream stream) override { inner_->Embed(params, stream); }
   void Linear(const LinearParams& params, Stream stream) override { inner_->Linear(params, stream); }
+  void LinearPair(const LinearParams& first, const LinearParams& second, Stream stream) override {
+    inner_->LinearPair(first, second, stream);
+  }
   void GatherRows(const GatherRowsParams& params, Stream stream) override { inner_->GatherRows(params, stream); }
   void CopyMatrix(const CopyMatrixParams& params, Stream stream) override { inner_->CopyMatrix(params, stream); }
   void TreeSum(const TreeSumParams& params, Stream stream) override { inner_->TreeSum(params, stream); }

@@ -98,6 +98,12 @@ class Ops {
   virtual size_t TotalMemory() const = 0;  // bytes of the device (CPU: of the machine or its cgroup)
   virtual size_t FreeMemory() const = 0;
 
+  // --- a second stream ---
+  // A stream for work that may run beside what `stream` gets next; it begins where `stream` is now. One at a time: Join
+  // makes `stream` wait for all that was put on it. Where nothing can run beside, `stream` itself.
+  virtual Stream Fork(Stream stream) { return stream; }
+  virtual void Join(Stream side, Stream stream) { static_cast<void>(side), static_cast<void>(stream); }
+
   // --- points in a stream; owned by the caller ---
   virtual Event MakeEvent() { return nullptr; }
   virtual void FreeEvent(Event event) noexcept { static_cast<void>(event); }
@@ -147,6 +153,11 @@ class Ops {
   virtual void BeginStep(const BeginStepParams& params, Stream stream) = 0;
   virtual void Embed(const EmbedParams& params, Stream stream) = 0;
   virtual void Linear(const LinearParams& params, Stream stream) = 0;
+  // Two products that do not depend on each other.
+  virtual void LinearPair(const LinearParams& first, const LinearParams& second, Stream stream) {
+    Linear(first, stream);
+    Linear(second, stream);
+  }
   virtual void GatherRows(const GatherRowsParams& params, Stream stream) = 0;
   virtual void CopyMatrix(const CopyMatrixParams& params, Stream stream) = 0;
   virtual void TreeSum(const TreeSumParams& params, Stream stream) = 0;

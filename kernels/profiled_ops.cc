@@ -13,6 +13,11 @@ const char* Kind(const SequenceBatch* batch) {
   return batch != nullptr && batch->num_tokens == batch->num_sequences ? " decode" : " prefill";
 }
 
+std::string Shape(const LinearParams& params) {
+  if (params.weight == nullptr) return {};
+  return " " + std::to_string(params.weight->out) + " x " + std::to_string(params.weight->in);
+}
+
 }  // namespace
 
 ProfiledOps::ProfiledOps(std::unique_ptr<Ops> inner) : ForwardingOps(std::move(inner)) {}
@@ -113,10 +118,11 @@ std::unique_ptr<CapturedWork> ProfiledOps::Capture(const std::function<void()>& 
 
 void ProfiledOps::Linear(const LinearParams& params, Stream stream) {
   if (!active()) return inner_->Linear(params, stream);
-  const std::string shape = params.weight == nullptr
-                                ? std::string()
-                                : " " + std::to_string(params.weight->out) + " x " + std::to_string(params.weight->in);
-  Time("Linear" + shape, stream, [&] { inner_->Linear(params, stream); });
+  Time("Linear" + Shape(params), stream, [&] { inner_->Linear(params, stream); });
+}
+void ProfiledOps::LinearPair(const LinearParams& first, const LinearParams& second, Stream stream) {
+  if (!active()) return inner_->LinearPair(first, second, stream);
+  Time("LinearPair" + Shape(first), stream, [&] { inner_->LinearPair(first, second, stream); });
 }
 void ProfiledOps::Kda(const KdaParams& params, Stream stream) {
   Time(std::string("Kda") + Kind(params.batch), stream, [&] { inner_->Kda(params, stream); });

@@ -39,6 +39,11 @@ class ProfiledOps final : public ForwardingOps {
   bool EndStep();
   Table Result() const;
 
+  // What is measured runs alone.
+  Stream Fork(Stream stream) override { return active() && !recording_ ? stream : inner_->Fork(stream); }
+  void Join(Stream side, Stream stream) override {
+    if (side != stream) inner_->Join(side, stream);
+  }
   std::unique_ptr<CapturedWork> Capture(const std::function<void()>& record, Stream stream) override;
   void Measure(const char* name, Stream stream, const std::function<void()>& work) override {
     Time(name, stream, work);
@@ -47,6 +52,7 @@ class ProfiledOps final : public ForwardingOps {
   void BeginStep(const BeginStepParams& params, Stream stream) override;
   void Embed(const EmbedParams& params, Stream stream) override;
   void Linear(const LinearParams& params, Stream stream) override;
+  void LinearPair(const LinearParams& first, const LinearParams& second, Stream stream) override;
   void GatherRows(const GatherRowsParams& params, Stream stream) override;
   void CopyMatrix(const CopyMatrixParams& params, Stream stream) override;
   void TreeSum(const TreeSumParams& params, Stream stream) override;

@@ -21,8 +21,6 @@ inline constexpr int kMaxStopStrings = 16;
 inline constexpr size_t kMaxStopBytes = 256;
 inline constexpr int kMaxStopTokenIds = 256;
 inline constexpr int kMaxLogitBias = 1024;
-inline constexpr int kMaxTopLogprobs = 20;
-inline constexpr int kMaxChoices = 128;
 inline constexpr size_t kMaxMessages = 16384;
 inline constexpr size_t kMaxIdBytes = 256;  // session ids, salts
 

@@ -20,14 +20,15 @@ void RunKdaLayer(const LayerContext& context, const KdaWeights& weights, int32_t
   const int64_t gate_begin = 3 * channels + head_dim + config.kda_heads;
 
   const MatrixView decay = ws.decay.Rows(0, tokens);
-  ops.Linear({.x = f_a, .weight = weights.f_b_proj.get(), .y = decay}, context.stream);
+  const LinearParams to_decay{.x = f_a, .weight = weights.f_b_proj.get(), .y = decay};
   MatrixView gate;
   if (config.use_full_rank_gate) {
     gate = projected.Columns(gate_begin, channels);
+    ops.Linear(to_decay, context.stream);
   } else {
     gate = ws.low_rank_gate.Rows(0, tokens);
-    ops.Linear({.x = projected.Columns(gate_begin, head_dim), .weight = weights.g_b_proj.get(), .y = gate},
-               context.stream);
+    const MatrixView g_a = projected.Columns(gate_begin, head_dim);
+    ops.LinearPair(to_decay, {.x = g_a, .weight = weights.g_b_proj.get(), .y = gate}, context.stream);
   }
 
   const MatrixView mixed = ws.attention_out.Rows(0, tokens).Columns(0, channels);

@@ -2,14 +2,17 @@
 
 namespace k3 {
 
-void RunMlpLayer(const LayerContext& context, const MlpWeights& weights, const MatrixView& x, const MatrixView& out,
-                 bool accumulate) {
-  Ops& ops = context.ops;
+MatrixView ActivateMlp(const LayerContext& context, const MlpWeights& weights, const MatrixView& x, Stream stream) {
   const MatrixView gate_up = context.workspace.projected.Rows(0, x.rows).Columns(0, weights.gate_up->out);
   const MatrixView activated = context.workspace.mlp_act.Rows(0, x.rows).Columns(0, weights.down->in);
-  ops.Linear({.x = x, .weight = weights.gate_up.get(), .y = gate_up}, context.stream);
-  ops.GatedActivation({.gate_up = gate_up, .activation = context.config.activation, .out = activated}, context.stream);
-  ops.Linear({.x = activated, .weight = weights.down.get(), .y = out, .accumulate = accumulate}, context.stream);
+  context.ops.Linear({.x = x, .weight = weights.gate_up.get(), .y = gate_up}, stream);
+  context.ops.GatedActivation({.gate_up = gate_up, .activation = context.config.activation, .out = activated}, stream);
+  return activated;
+}
+
+void RunMlpLayer(const LayerContext& context, const MlpWeights& weights, const MatrixView& x, const MatrixView& out) {
+  const MatrixView activated = ActivateMlp(context, weights, x, context.stream);
+  context.ops.Linear({.x = activated, .weight = weights.down.get(), .y = out}, context.stream);
 }
 
 }  // namespace k3

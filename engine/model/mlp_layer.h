@@ -5,8 +5,10 @@
 
 namespace k3 {
 
-// out = down(f(gate(x), up(x))), or out += that (spec 3.5): dense layers and shared experts.
-void RunMlpLayer(const LayerContext& context, const MlpWeights& weights, const MatrixView& x, const MatrixView& out,
-                 bool accumulate = false);
+// f(gate(x), up(x)) of spec 3.5 in the workspace, until the next call. Runs on `stream`.
+MatrixView ActivateMlp(const LayerContext& context, const MlpWeights& weights, const MatrixView& x, Stream stream);
+
+// out = down(f(gate(x), up(x))): dense layers.
+void RunMlpLayer(const LayerContext& context, const MlpWeights& weights, const MatrixView& x, const MatrixView& out);
 
 }  // namespace k3

@@ -5,6 +5,13 @@
 #include "engine/model/mlp_layer.h"
 
 namespace k3 {
+namespace {
+
+// Steps of so few tokens leave most of a device idle between two waits for memory: there the first half of the shared
+// experts runs beside the router and the routed experts. Larger ones fill it.
+constexpr int64_t kBesideTokens = 64;
+
+}  // namespace
 
 void RunMoeLayer(const LayerContext& context, const MoeWeights& weights, int32_t moe_layer, const MatrixView& x,
                  const MatrixView& out) {
@@ -12,6 +19,13 @@ void RunMoeLayer(const LayerContext& context, const MoeWeights& weights, int32_t
   Ops& ops = context.ops;
   Workspace& ws = context.workspace;
   const int64_t tokens = x.rows;
+
+  Stream side = context.stream;
+  MatrixView shared;
+  if (weights.shared.gate_up != nullptr) {
+    if (tokens <= kBesideTokens) side = ops.Fork(context.stream);
+    shared = ActivateMlp(context, weights.shared, x, side);
+  }
 
   const MatrixView logits = ws.router_logits.Rows(0, tokens);
   ops.Linear({.x = x, .weight = weights.router.get(), .y = logits}, context.stream);
@@ -76,7 +90,10 @@ void RunMoeLayer(const LayerContext& context, const MoeWeights& weights, int32_t
     const MatrixView latent = expert_out.Columns(context.parallel.tensor_rank() * share, share);
     ops.Linear({.x = latent, .weight = weights.latent_up.get(), .y = out}, context.stream);
   }
-  if (weights.shared.gate_up != nullptr) RunMlpLayer(context, weights.shared, x, out, /*accumulate=*/true);
+  if (side != context.stream) ops.Join(side, context.stream);
+  if (shared) {
+    ops.Linear({.x = shared, .weight = weights.shared.down.get(), .y = out, .accumulate = true}, context.stream);
+  }
 }
 
 void LendExperts(const LayerContext& context, const MoeWeights& weights) {

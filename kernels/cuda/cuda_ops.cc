@@ -74,8 +74,14 @@ CudaOps::CudaOps(const CudaOptions& options) {
   device_.act = options.compute_dtype;
   device_.batch_invariant = options.batch_invariant;
   K3_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  K3_CUDA(cudaStreamCreateWithFlags(&side_stream_, cudaStreamNonBlocking));
+  K3_CUDA(cudaEventCreateWithFlags(&forked_, cudaEventDisableTiming));
+  K3_CUDA(cudaEventCreateWithFlags(&joined_, cudaEventDisableTiming));
   blas_ = std::make_unique<Blas>(options.device);
+  side_blas_ = std::make_unique<Blas>(options.device);
   device_.blas = blas_.get();
+  side_device_ = device_;
+  side_device_.blas = side_blas_.get();
   uploader_ = std::make_unique<Uploader>(options.device);
   expert_maker_ = std::make_unique<ExpertMaker>(device_, *uploader_);
 }
@@ -83,6 +89,10 @@ CudaOps::CudaOps(const CudaOptions& options) {
 CudaOps::~CudaOps() {
   cudaSetDevice(device_.ordinal);
   cudaStreamSynchronize(stream_);
+  cudaStreamSynchronize(side_stream_);
+  cudaEventDestroy(forked_);
+  cudaEventDestroy(joined_);
+  cudaStreamDestroy(side_stream_);
   cudaStreamDestroy(stream_);
 }
 
@@ -134,6 +144,17 @@ void CudaOps::Fill(void* device, uint8_t byte, size_t bytes, Stream stream) {
 }
 
 void CudaOps::Synchronize(Stream stream) { K3_CUDA(cudaStreamSynchronize(Queue(stream))); }
+
+Stream CudaOps::Fork(Stream stream) {
+  K3_CUDA(cudaEventRecord(forked_, Queue(stream)));
+  K3_CUDA(cudaStreamWaitEvent(side_stream_, forked_, 0));
+  return side_stream_;
+}
+
+void CudaOps::Join(Stream side, Stream stream) {
+  K3_CUDA(cudaEventRecord(joined_, Queue(side)));
+  K3_CUDA(cudaStreamWaitEvent(Queue(stream), joined_, 0));
+}
 
 Event CudaOps::MakeEvent() {
   K3_CUDA(cudaSetDevice(device_.ordinal));
@@ -263,7 +284,12 @@ void CudaOps::BeginStep(const BeginStepParams& params, Stream stream) {
   cuda::BeginStep(device_, params, Queue(stream));
 }
 void CudaOps::Embed(const EmbedParams& params, Stream stream) { cuda::Embed(device_, params, Queue(stream)); }
-void CudaOps::Linear(const LinearParams& params, Stream stream) { cuda::Linear(device_, params, Queue(stream)); }
+void CudaOps::Linear(const LinearParams& params, Stream stream) {
+  cuda::Linear(DeviceFor(stream), params, Queue(stream));
+}
+void CudaOps::LinearPair(const LinearParams& first, const LinearParams& second, Stream stream) {
+  cuda::LinearPair(DeviceFor(stream), first, second, Queue(stream));
+}
 void CudaOps::BindThread() { K3_CUDA(cudaSetDevice(device_.ordinal)); }
 void CudaOps::CopyMatrix(const CopyMatrixParams& params, Stream stream) {
   cuda::CopyMatrix(device_, params, Queue(stream));
@@ -272,9 +298,7 @@ void CudaOps::TreeSum(const TreeSumParams& params, Stream stream) { cuda::TreeSu
 void CudaOps::PackSlots(const PackSlotsParams& params, Stream stream) {
   cuda::PackSlots(device_, params, Queue(stream));
 }
-void CudaOps::SumSlots(const SumSlotsParams& params, Stream stream) {
-  cuda::SumSlots(device_, params, Queue(stream));
-}
+void CudaOps::SumSlots(const SumSlotsParams& params, Stream stream) { cuda::SumSlots(device_, params, Queue(stream)); }
 void CudaOps::GatherRows(const GatherRowsParams& params, Stream stream) {
   cuda::GatherRows(device_, params, Queue(stream));
 }

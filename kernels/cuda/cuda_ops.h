@@ -11,8 +11,8 @@
 
 namespace k3::cuda {
 
-// Ops on one sm_90 device: owns the compute stream, the cuBLASLt handle with its fixed workspace, and the small vectors
-// and tables that it made. A null Stream means the compute stream.
+// Ops on one sm_90 device: owns the compute stream and the one beside it, their cuBLASLt handles with fixed workspaces,
+// and the small vectors and tables that it made. A null Stream means the compute stream.
 class CudaOps final : public Ops {
  public:
   explicit CudaOps(const CudaOptions& options);
@@ -38,6 +38,8 @@ class CudaOps final : public Ops {
   size_t TotalMemory() const override;
   size_t FreeMemory() const override;
 
+  Stream Fork(Stream stream) override;
+  void Join(Stream side, Stream stream) override;
   Event MakeEvent() override;
   void FreeEvent(Event event) noexcept override;
   void RecordEvent(Event event, Stream stream) override;
@@ -66,6 +68,7 @@ class CudaOps final : public Ops {
   void BeginStep(const BeginStepParams& params, Stream stream) override;
   void Embed(const EmbedParams& params, Stream stream) override;
   void Linear(const LinearParams& params, Stream stream) override;
+  void LinearPair(const LinearParams& first, const LinearParams& second, Stream stream) override;
   void GatherRows(const GatherRowsParams& params, Stream stream) override;
   void CopyMatrix(const CopyMatrixParams& params, Stream stream) override;
   void TreeSum(const TreeSumParams& params, Stream stream) override;
@@ -86,10 +89,16 @@ class CudaOps final : public Ops {
  private:
   cudaStream_t Queue(Stream stream) const { return stream != nullptr ? static_cast<cudaStream_t>(stream) : stream_; }
 
+  // Of work on `stream`: products on the side stream have a workspace of their own.
+  const Device& DeviceFor(Stream stream) const { return Queue(stream) == side_stream_ ? side_device_ : device_; }
+
   Device device_;
+  Device side_device_;
   std::string name_;
   cudaStream_t stream_ = nullptr;
-  std::unique_ptr<Blas> blas_;
+  cudaStream_t side_stream_ = nullptr;
+  cudaEvent_t forked_ = nullptr, joined_ = nullptr;
+  std::unique_ptr<Blas> blas_, side_blas_;
   std::unique_ptr<Uploader> uploader_;
   std::unique_ptr<ExpertMaker> expert_maker_;
   std::mutex mutex_;

@@ -15,5 +15,7 @@ void FixedGemm(const GemmArgs& args, cudaStream_t queue);
 // Products of up to four rows with weights [n, k] in bf16, of the sizes at which it is no slower than cuBLASLt.
 bool TakesVectorGemm(const GemmArgs& args);
 void VectorGemm(const GemmArgs& args, cudaStream_t queue);
+// Two of them at once, of the same m, n, k and out.
+void VectorGemmPair(const GemmArgs& first, const GemmArgs& second, cudaStream_t queue);
 
 }  // namespace k3::cuda

@@ -1,3 +1,5 @@
+#include <span>
+
 #include "kernels/cuda/gemm.h"
 #include "kernels/cuda/gemm_vector.cuh"
 
@@ -13,33 +15,45 @@ constexpr int64_t kTwoWaves = 7000;
 constexpr int64_t kSmallOutputs = 4096;
 constexpr int64_t kSmallWeights = int64_t{5} << 19;
 
-template <int kRows, int kSteps, typename Out>
-void LaunchVector(const GemmArgs& args, cudaStream_t queue) {
-  VectorGemmArgs<Out> typed;
-  typed.a = {static_cast<const bf16*>(args.a), args.lda};
-  typed.c = {static_cast<Out*>(args.c), args.ldc};
-  typed.m = static_cast<int>(args.m);
-  typed.accumulate = args.accumulate;
+template <int kRows, int kSteps, bool kWhole, typename Out>
+void LaunchVector(std::span<const GemmArgs> products, cudaStream_t queue) {
+  const GemmArgs& args = products[0];
+  VectorProducts<Out> all;
+  for (size_t i = 0; i < products.size(); ++i) {
+    const GemmArgs& from = products[i];
+    VectorProduct<Out>& to = all.product[i];
+    to.a = {static_cast<const bf16*>(from.a), from.lda};
+    to.weights = {static_cast<const bf16*>(from.b), from.ldb};
+    to.c = {static_cast<Out*>(from.c), from.ldc};
+    to.accumulate = from.accumulate;
+  }
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(CeilDiv(args.n, kVectorWarps)));
+  shape.grid = dim3(static_cast<unsigned>(CeilDiv(args.n, kVectorWarps)), static_cast<unsigned>(products.size()));
   shape.block = dim3(kVectorThreads);
-  Launch(&VectorGemmKernel<kRows, kSteps, Out>, shape, queue, "VectorGemm", typed, static_cast<const bf16*>(args.b),
-         args.ldb, static_cast<int>(args.n), static_cast<int>(args.k));
+  Launch(&VectorGemmKernel<kRows, kSteps, kWhole, Out>, shape, queue, "VectorGemm", all, static_cast<int>(args.m),
+         static_cast<int>(args.n), static_cast<int>(args.k));
 }
 
 template <int kRows, typename Out>
-void ForWidth(const GemmArgs& args, cudaStream_t queue) {
-  if (args.k <= kVectorStep) return LaunchVector<kRows, 1, Out>(args, queue);
-  if (args.k <= 4 * kVectorStep) return LaunchVector<kRows, 4, Out>(args, queue);
-  if (args.k % (9 * kVectorStep) == 0) return LaunchVector<kRows, 9, Out>(args, queue);
-  LaunchVector<kRows, 8, Out>(args, queue);
+void ForWidth(std::span<const GemmArgs> products, cudaStream_t queue) {
+  const int64_t k = products[0].k;
+  if (k <= kVectorStep) return LaunchVector<kRows, 1, false, Out>(products, queue);
+  if (k % (16 * kVectorStep) == 0) return LaunchVector<kRows, 16, true, Out>(products, queue);
+  if (k % (14 * kVectorStep) == 0) return LaunchVector<kRows, 14, true, Out>(products, queue);
+  if (k % (9 * kVectorStep) == 0) return LaunchVector<kRows, 9, true, Out>(products, queue);
+  if (k % (4 * kVectorStep) == 0) return LaunchVector<kRows, 4, true, Out>(products, queue);
+  LaunchVector<kRows, 8, false, Out>(products, queue);
 }
 
 template <typename Out>
-void ForRows(const GemmArgs& args, cudaStream_t queue) {
-  if (args.m == 1) return ForWidth<1, Out>(args, queue);
-  if (args.m == 2) return ForWidth<2, Out>(args, queue);
-  ForWidth<4, Out>(args, queue);
+void ForRows(std::span<const GemmArgs> products, cudaStream_t queue) {
+  if (products[0].m == 1) return ForWidth<1, Out>(products, queue);
+  if (products[0].m == 2) return ForWidth<2, Out>(products, queue);
+  ForWidth<4, Out>(products, queue);
+}
+
+void ForOutput(std::span<const GemmArgs> products, cudaStream_t queue) {
+  products[0].out == DType::kBF16 ? ForRows<bf16>(products, queue) : ForRows<float>(products, queue);
 }
 
 }  // namespace
@@ -55,8 +69,11 @@ bool TakesVectorGemm(const GemmArgs& args) {
   return args.k <= kLongestRow && weights <= kMostWeights && (args.n <= kOneWave || args.n > kTwoWaves);
 }
 
-void VectorGemm(const GemmArgs& args, cudaStream_t queue) {
-  args.out == DType::kBF16 ? ForRows<bf16>(args, queue) : ForRows<float>(args, queue);
+void VectorGemm(const GemmArgs& args, cudaStream_t queue) { ForOutput({&args, 1}, queue); }
+
+void VectorGemmPair(const GemmArgs& first, const GemmArgs& second, cudaStream_t queue) {
+  const GemmArgs both[2] = {first, second};
+  ForOutput(both, queue);
 }
 
 }  // namespace k3::cuda

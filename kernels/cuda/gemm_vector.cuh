@@ -13,38 +13,44 @@ constexpr int kVectorMaxRows = 4;
 constexpr int kVectorStep = 256;  // inputs of a warp's step, 8 a lane
 
 template <typename Out>
-struct VectorGemmArgs {
-  Matrix<const bf16> a;  // [m, k]
-  Matrix<Out> c;         // [m, n]
-  int m;
+struct VectorProduct {
+  Matrix<const bf16> a;        // [m, k]
+  Matrix<const bf16> weights;  // [n, k]
+  Matrix<Out> c;               // [m, n]
   bool accumulate;
 };
+template <typename Out>
+struct VectorProducts {
+  VectorProduct<Out> product[2];
+};
 
-// kRows >= m: rows beyond m repeat the last.
-template <int kRows, int kSteps, typename Out>
+// kRows >= m: rows beyond m repeat the last. kWhole: k is a multiple of kSteps steps, so that no load hides behind a
+// branch and all of a round are on their way together. Grid (columns / warps, products).
+template <int kRows, int kSteps, bool kWhole, typename Out>
 __global__ void __launch_bounds__(kVectorThreads)
-    VectorGemmKernel(VectorGemmArgs<Out> args, const bf16* weights, int64_t ld, int n, int k) {
+    VectorGemmKernel(const __grid_constant__ VectorProducts<Out> products, int m, int n, int k) {
+  const VectorProduct<Out>& args = products.product[blockIdx.y];
   const int lane = threadIdx.x % 32;
   const int column = blockIdx.x * kVectorWarps + threadIdx.x / 32;
-  const bf16* from = weights + min(column, n - 1) * ld + 8 * lane;
+  const bf16* from = args.weights.Row(min(column, n - 1)) + 8 * lane;
   uint4 w[kSteps];
   const auto fetch = [&](int base) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       w[s] = uint4{0, 0, 0, 0};
-      if (base + kVectorStep * s + 8 * lane < k) w[s] = LoadStreaming16(from + base + kVectorStep * s);
+      if (kWhole || base + kVectorStep * s + 8 * lane < k) w[s] = LoadStreaming16(from + base + kVectorStep * s);
     }
   };
   fetch(0);
   const bf16* a[kRows];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) a[r] = args.a.Row(min(r, args.m - 1)) + 8 * lane;
+  for (int r = 0; r < kRows; ++r) a[r] = args.a.Row(min(r, m - 1)) + 8 * lane;
   float sum[kRows] = {};
   for (int base = 0; base < k; base += kVectorStep * kSteps) {
     if (base > 0) fetch(base);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      if (base + kVectorStep * s + 8 * lane >= k) continue;
+      if (!kWhole && base + kVectorStep * s + 8 * lane >= k) continue;
       const uint32_t weight[4] = {w[s].x, w[s].y, w[s].z, w[s].w};
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -60,7 +66,7 @@ __global__ void __launch_bounds__(kVectorThreads)
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) sum[r] = WarpSum(sum[r]);
-  if (column >= n || lane >= args.m) return;
+  if (column >= n || lane >= m) return;
   float total = sum[0];
 #pragma unroll
   for (int r = 1; r < kRows; ++r) total = lane == r ? sum[r] : total;

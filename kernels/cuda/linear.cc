@@ -27,7 +27,9 @@ std::unique_ptr<LinearWeight> MakeLinear(const Device& device, Uploader& uploade
   return weight;
 }
 
-void Linear(const Device& device, const LinearParams& params, cudaStream_t queue) {
+namespace {
+
+GemmArgs Checked(const Device& device, const LinearParams& params) {
   const auto* weight = dynamic_cast<const CudaLinear*>(params.weight);
   K3_REQUIRE(weight != nullptr, "weight is null or of another backend");
   const DType out = params.y.dtype;
@@ -35,21 +37,35 @@ void Linear(const Device& device, const LinearParams& params, cudaStream_t queue
   K3_REQUIRE(out == device.act || out == DType::kF32,
              "y must be " + std::string(Name(device.act)) + " or F32, is " + Describe(params.y));
   K3_REQUIRE_MATRIX(params.y, out, params.x.rows, weight->out);
-  if (params.x.rows == 0) return;
-  Gemm(device,
-       {.m = params.x.rows,
-        .n = weight->out,
-        .k = weight->in,
-        .a = params.x.data,
-        .lda = params.x.ld,
-        .b = weight->data(),
-        .ldb = weight->in,
-        .c = params.y.data,
-        .ldc = params.y.ld,
-        .in = device.act,
-        .out = out,
-        .accumulate = params.accumulate},
-       queue);
+  return {.m = params.x.rows,
+          .n = weight->out,
+          .k = weight->in,
+          .a = params.x.data,
+          .lda = params.x.ld,
+          .b = weight->data(),
+          .ldb = weight->in,
+          .c = params.y.data,
+          .ldc = params.y.ld,
+          .in = device.act,
+          .out = out,
+          .accumulate = params.accumulate};
+}
+
+}  // namespace
+
+void Linear(const Device& device, const LinearParams& params, cudaStream_t queue) {
+  const GemmArgs args = Checked(device, params);
+  if (args.m > 0) Gemm(device, args, queue);
+}
+
+void LinearPair(const Device& device, const LinearParams& first, const LinearParams& second, cudaStream_t queue) {
+  const GemmArgs a = Checked(device, first), b = Checked(device, second);
+  const bool alike = a.m == b.m && a.n == b.n && a.k == b.k && a.out == b.out;
+  if (a.m > 0 && alike && !device.batch_invariant && TakesVectorGemm(a) && TakesVectorGemm(b)) {
+    return VectorGemmPair(a, b, queue);
+  }
+  if (a.m > 0) Gemm(device, a, queue);
+  if (b.m > 0) Gemm(device, b, queue);
 }
 
 }  // namespace k3::cuda

@@ -103,8 +103,8 @@ void CheckPages(const SequenceBatch* batch, const MlaPages& pages, int64_t line)
 template <typename T>
 void Append(const MlaAppendParams& p, cudaStream_t queue) {
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(CeilDiv(p.batch->num_tokens, kAppendWarps)));
-  shape.block = dim3(32 * kAppendWarps);
+  shape.grid = dim3(static_cast<unsigned>(p.batch->num_tokens));
+  shape.block = dim3(kAppendThreads);
   void (*kernel)(MlaAppendParams, SequenceBatch) =
       p.pages.dtype == DType::kBF16 ? &MlaAppendKernel<T, bf16> : &MlaAppendKernel<T, float>;
   Launch(kernel, shape, queue, "MlaAppend", p, *p.batch);

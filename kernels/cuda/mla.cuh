@@ -83,22 +83,22 @@ __device__ __forceinline__ MlaTile FindMlaTile(const MlaRows& rows, const Sequen
   return tile;
 }
 
-constexpr int kAppendWarps = 4;
+constexpr int kAppendThreads = 192;
 
-// One warp a token: norm of the latent, rope part as it is.
+// One block a token: norm of the latent, rope part as it is.
 template <typename T, typename PageT>
 __global__ void MlaAppendKernel(MlaAppendParams p, SequenceBatch batch) {
-  const int lane = threadIdx.x % 32;
-  const int token = blockIdx.x * kAppendWarps + threadIdx.x / 32;
-  if (token >= batch.num_tokens) return;
+  __shared__ float partial[kAppendThreads / 32];
+  const int token = blockIdx.x;
   const int line = p.latent_dim + p.rope_dim;
   PageT* to = MlaLine<PageT>(p.pages, batch, batch.sequence_of_token[token], batch.position[token], line);
   if (to == nullptr) return;
   const T* from = static_cast<const T*>(p.kv_a.data) + token * p.kv_a.ld;
   float square = 0;
-  for (int c = lane; c < p.latent_dim; c += 32) square = fmaf(ToFloat(from[c]), ToFloat(from[c]), square);
-  const float scale = rsqrtf(WarpSum(square) / p.latent_dim + p.norm_eps);
-  for (int c = lane; c < line; c += 32) {
+  for (int c = threadIdx.x; c < p.latent_dim; c += kAppendThreads)
+    square = fmaf(ToFloat(from[c]), ToFloat(from[c]), square);
+  const float scale = rsqrtf(BlockSum(square, partial) / p.latent_dim + p.norm_eps);
+  for (int c = threadIdx.x; c < line; c += kAppendThreads) {
     const float x = ToFloat(from[c]);
     to[c] = FromFloat<PageT>(c < p.latent_dim ? x * scale * p.norm_weight[c] : x);
   }

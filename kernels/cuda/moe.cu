@@ -4,6 +4,7 @@
 #include "kernels/cuda/moe_stream.cuh"
 #include "kernels/cuda/moe_stream_mxfp4.cuh"
 #include "kernels/cuda/moe_tile.cuh"
+#include "kernels/cuda/moe_vector.h"
 #include "kernels/cuda/op_table.h"
 #include "kernels/cuda/tensor_map.h"
 
@@ -282,6 +283,7 @@ void MoeExperts(const Device& device, const MoeExpertsParams& p, cudaStream_t qu
              "at most " + std::to_string(kMoeMaxExperts) + " experts on a rank, are " + std::to_string(experts->count));
 
   const MoeScratch scratch(p.scratch, tokens, p.top_k, experts->count, in, experts->inner, SizeOf(device.act));
+  if (TakesMoeVector(device, p, *experts)) return MoeVector(p, *experts, scratch.h, queue);
   const int64_t step = BlockTokens(tokens, p.top_k);
   const bool fast = device.act == DType::kBF16 && experts->interleave == 8 && in % 32 == 0 &&
                     experts->inner % 32 == 0 && RowsAligned16(p.x);

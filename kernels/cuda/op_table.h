@@ -15,6 +15,7 @@ void BeginStep(const Device& device, const BeginStepParams& params, cudaStream_t
 void Embed(const Device& device, const EmbedParams& params, cudaStream_t queue);
 std::unique_ptr<LinearWeight> MakeLinear(const Device& device, Uploader& uploader, std::span<const HostTensor> parts);
 void Linear(const Device& device, const LinearParams& params, cudaStream_t queue);
+void LinearPair(const Device& device, const LinearParams& first, const LinearParams& second, cudaStream_t queue);
 void GatherRows(const Device& device, const GatherRowsParams& params, cudaStream_t queue);
 void CopyMatrix(const Device& device, const CopyMatrixParams& params, cudaStream_t queue);
 void TreeSum(const Device& device, const TreeSumParams& params, cudaStream_t queue);

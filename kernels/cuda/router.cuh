@@ -16,6 +16,22 @@ __device__ __forceinline__ uint32_t OrderedKey(float value) {
   return max((bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u, 1u);
 }
 
+// to[e] = value(e) for the lane's experts: several values are read before the first is stored, because each may wait
+// for memory.
+template <typename T, typename Value>
+__device__ __forceinline__ void ForExperts(int experts, int lane, const Value& value, T* to) {
+  constexpr int kTogether = 8;
+  for (int base = lane; base < experts; base += 32 * kTogether) {
+    T values[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) values[i] = value(min(base + 32 * i, experts - 1));
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (base + 32 * i < experts) to[base + 32 * i] = values[i];
+    }
+  }
+}
+
 // Takes the best of the lanes' candidates (key, id): highest key, ties to the lowest id.
 __device__ __forceinline__ int WarpBest(uint32_t key, int id) {
   const uint32_t best = __reduce_max_sync(kAllLanes, key);
@@ -28,7 +44,8 @@ template <typename Value>
 __device__ __forceinline__ int SelectExperts(const RouterTopKParams& p, uint32_t* key, int lane, int count,
                                              const Value& value) {
   int picked = 0x7fffffff;
-  for (int e = lane; e < p.experts; e += 32) key[e] = OrderedKey(value(e));
+  ForExperts(
+      p.experts, lane, [&](int e) { return OrderedKey(value(e)); }, key);
   __syncwarp();
   if (p.topk_group < p.groups) {
     // A group's score is the sum of its two best biased scores; experts of the other groups are out.
@@ -60,6 +77,7 @@ __device__ __forceinline__ int SelectExperts(const RouterTopKParams& p, uint32_t
   const auto rescan = [&] {
     best = 0;
     best_id = 0x7fffffff;
+#pragma unroll 8
     for (int e = lane; e < p.experts; e += 32) {
       if (key[e] > best) {
         best = key[e];
@@ -162,7 +180,8 @@ __global__ void RouterTopKKernel(RouterTopKParams p, RouterBalance balance) {
   const float* logits = p.logits + token * p.experts;
 
   if (p.score == RouterScore::kSigmoid) {
-    for (int e = lane; e < p.experts; e += 32) score[e] = 1.0f / (1.0f + expf(-logits[e]));
+    ForExperts(
+        p.experts, lane, [&](int e) { return 1.0f / (1.0f + expf(-logits[e])); }, score);
   } else {
     float top = -INFINITY;
     for (int e = lane; e < p.experts; e += 32) top = fmaxf(top, logits[e]);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <optional>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -272,6 +273,69 @@ TEST(EngineCasesTest, B07PlanOfNoSequencesGivesThePaddingNoPage) {
     EXPECT_EQ(in.packed_table[row], -1);
     EXPECT_EQ(in.batch.state_slot[row], -1);
     EXPECT_EQ(in.batch.epoch_slot[row], 0);
+  }
+}
+
+// Nothing is allocated after the start: edits and masks beyond the staging memory come in passes, with the same result.
+TEST(EngineCasesTest, EditsAndMasksThatDoNotFitTogether) {
+  EngineHarness harness(TinyModel(), Config());
+  const int32_t vocab = static_cast<int32_t>(TinyModel().config().vocab_size), words = (vocab + 31) / 32;
+  constexpr int32_t kRows = 8;
+  StepPlan all;
+  RankPlan& plan = all.ranks.emplace_back();
+  plan.token_begin = {0};
+  plan.page_table_stride = 1;
+  std::mt19937 random(3);
+  for (int32_t i = 0; i < kRows; ++i) {
+    plan.tokens.push_back(100 + i);
+    plan.token_begin.push_back(i + 1);
+    plan.context.push_back(0);
+    plan.state_slot.push_back(-1);
+    plan.page_table.push_back(-1);
+    plan.sequence_of_token.push_back(i);
+    plan.position.push_back(0);
+    plan.logits_row.push_back(i);
+    SampleRow row;
+    row.edit_begin = static_cast<int32_t>(plan.logit_edits.size());
+    // One row without, one with the most that a row may have.
+    const int32_t edits = i == 1 ? 0 : i == 2 ? 4 * vocab : 3 * vocab;
+    for (int32_t e = 0; e < edits; ++e) {
+      LogitEdit edit;
+      edit.id = static_cast<int32_t>(random() % static_cast<uint32_t>(vocab));
+      edit.value = static_cast<float>(random() % 1000) / 500.0f - 1.0f;
+      plan.logit_edits.push_back(edit);
+    }
+    row.edit_end = static_cast<int32_t>(plan.logit_edits.size());
+    if (i % 2 == 0) {
+      row.mask_row = i / 2;
+      for (int32_t w = 0; w < words; ++w) plan.allowed_mask.push_back(static_cast<uint32_t>(random()));
+    }
+    plan.sample_rows.push_back(row);
+  }
+  ASSERT_GT(PackedBytes(plan), Executor::StagingBytes(vocab, harness.executor().workspace().bounds(), 64, {}));
+  StepResult together;
+  ASSERT_TRUE(harness.executor().Run(all, &together).ok());
+  ASSERT_EQ(together.ranks[0].token.size(), static_cast<size_t>(kRows));
+  for (int32_t i = 0; i < kRows; ++i) {
+    StepPlan one = all;
+    RankPlan& only = one.ranks[0];
+    const SampleRow& row = plan.sample_rows[static_cast<size_t>(i)];
+    only.logits_row = {i};
+    only.logit_edits.assign(plan.logit_edits.begin() + row.edit_begin, plan.logit_edits.begin() + row.edit_end);
+    only.sample_rows = {row};
+    only.sample_rows[0].edit_begin = 0;
+    only.sample_rows[0].edit_end = static_cast<int32_t>(only.logit_edits.size());
+    if (row.mask_row >= 0) {
+      only.allowed_mask.assign(plan.allowed_mask.begin() + row.mask_row * words,
+                               plan.allowed_mask.begin() + (row.mask_row + 1) * words);
+      only.sample_rows[0].mask_row = 0;
+    } else {
+      only.allowed_mask.clear();
+    }
+    StepResult alone;
+    ASSERT_TRUE(harness.executor().Run(one, &alone).ok());
+    EXPECT_EQ(together.ranks[0].token[static_cast<size_t>(i)], alone.ranks[0].token[0]) << "row " << i;
+    EXPECT_EQ(together.ranks[0].logprob[static_cast<size_t>(i)], alone.ranks[0].logprob[0]) << "row " << i;
   }
 }
 

@@ -41,6 +41,8 @@ TEST_P(GemmTest, MatchesTheOracleForEveryWeightTypeAndShape) {
                                            {1, 2304, 37},
                                            {2, 520, 41},
                                            {3, 4104, 35},
+                                           {1, 4096, 33},
+                                           {4, 3584, 35},
                                            {4, 1024, 18}}) {
     for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
       const std::vector<float> x = Round(random.Normal(s.rows * s.in), act());
@@ -73,6 +75,63 @@ TEST_P(GemmTest, StacksPartsAndReadsColumnShards) {
   stacked.insert(stacked.end(), second.begin(), second.end());
   const std::vector<float> x = Round(random.Normal(rows * in), act());
   ExpectClose(Run(*weight, x, rows), oracle::Linear(oracle::ToDouble(x), stacked, rows, in, 39), tolerance());
+}
+
+TEST_P(GemmTest, PairsAreTheTwoProducts) {
+  Random random(5);
+  // Alike, of other widths, of other numbers of rows, none.
+  for (const auto& [a, b] : std::vector<std::pair<Shape, Shape>>{{{1, 128, 70}, {1, 128, 70}},
+                                                                 {{3, 2304, 33}, {3, 2304, 33}},
+                                                                 {{1, 128, 70}, {1, 128, 64}},
+                                                                 {{2, 64, 40}, {9, 64, 40}},
+                                                                 {{0, 64, 40}, {1, 64, 40}}}) {
+    std::vector<OwnedTensor> tensors;
+    std::vector<std::unique_ptr<LinearWeight>> weights;
+    std::vector<DeviceMatrix> x, together, apart;
+    std::vector<std::vector<float>> start;
+    for (const Shape& s : {a, b}) {
+      tensors.push_back(MakeTensor(Round(random.Normal(s.out * s.in), DType::kBF16), DType::kBF16, {s.out, s.in}));
+      weights.push_back(ops().MakeLinear({&tensors.back().tensor, 1}));
+      x.emplace_back(ops(), act(), s.rows, s.in, Round(random.Normal(s.rows * s.in), act()));
+      start.push_back(Round(random.Normal(s.rows * s.out), act()));
+      together.emplace_back(ops(), act(), s.rows, s.out, start.back());
+      apart.emplace_back(ops(), act(), s.rows, s.out, start.back());
+    }
+    const auto params = [&](size_t i, const DeviceMatrix& out) {
+      return LinearParams{.x = x[i], .weight = weights[i].get(), .y = out, .accumulate = i == 1};
+    };
+    ops().LinearPair(params(0, together[0]), params(1, together[1]), ops().stream());
+    for (size_t i = 0; i < 2; ++i) {
+      ops().Linear(params(i, apart[i]), ops().stream());
+      EXPECT_EQ(together[i].Get(), apart[i].Get()) << a.rows << " x " << a.in << " and " << b.rows << " x " << b.in;
+    }
+  }
+}
+
+TEST_P(GemmTest, WhatRunsBesideIsThereAfterTheJoin) {
+  Random random(6);
+  const int64_t in = 256, out = 300;
+  const OwnedTensor tensor = MakeTensor(Round(random.Normal(out * in), DType::kBF16), DType::kBF16, {out, in});
+  const std::unique_ptr<LinearWeight> weight = ops().MakeLinear({&tensor.tensor, 1});
+  for (const int64_t rows : {int64_t{1}, int64_t{40}}) {
+    const DeviceMatrix x(ops(), act(), rows, in, Round(random.Normal(rows * in), act()));
+    const DeviceMatrix main(ops(), act(), rows, out), side(ops(), act(), rows, out);
+    const auto run = [&] {
+      const Stream beside = ops().Fork(ops().stream());
+      ops().Linear({x, weight.get(), side, false}, beside);
+      ops().Linear({x, weight.get(), main, false}, ops().stream());
+      if (beside != ops().stream()) ops().Join(beside, ops().stream());
+      ops().Linear({x, weight.get(), side, true}, ops().stream());
+    };
+    run();
+    const std::vector<float> once = main.Get(), twice = side.Get();
+    for (size_t i = 0; i < once.size(); ++i) EXPECT_NEAR(twice[i], 2 * once[i], 1e-2 * std::abs(once[i]) + 1e-6);
+    if (!ops().can_capture()) continue;
+    const std::unique_ptr<CapturedWork> work = ops().Capture(run, ops().stream());
+    for (int i = 0; i < 3; ++i) ops().Launch(*work, ops().stream());
+    EXPECT_EQ(main.Get(), once);
+    EXPECT_EQ(side.Get(), twice);
+  }
 }
 
 TEST_P(GemmTest, AccumulatesAndWritesColumnSlices) {

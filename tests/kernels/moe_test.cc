@@ -142,6 +142,22 @@ TEST_P(MoeTest, Mxfp4ScalesAroundOne) {
   }
 }
 
+// A token or two at the widths for which the device has kernels without a remainder, all experts here or some.
+TEST_P(MoeTest, FewTokensAtRealWidths) {
+  for (const auto& [in, inner] : std::vector<std::pair<int64_t, int64_t>>{{2304, 40}, {1792, 1024}, {264, 264}}) {
+    const Layer layer = MakeLayer(WeightKind::kBf16, 12, in, inner, 16);
+    for (const auto& [tokens, top_k] :
+         std::vector<std::pair<int64_t, int32_t>>{{2, 8}, {1, 8}, {3, 8}, {1, 3}, {2, 11}}) {
+      const std::vector<int32_t> ids = RandomIds(tokens, 12, top_k, 17);
+      const std::string what =
+          std::to_string(tokens) + " tokens, " + std::to_string(in) + " x " + std::to_string(inner);
+      Check(layer, 0, 12, ids, top_k, 18, what);
+      if (ops().is_cpu()) break;  // which has one kernel for all of them
+      Check(layer, 4, 5, ids, top_k, 19, what + ", some experts");
+    }
+  }
+}
+
 TEST_P(MoeTest, SwigluExperts) {
   Layer layer = MakeLayer(WeightKind::kBf16, 6, 64, 64, 9);
   layer.activation = {Activation::kSwiglu, 1, 0};
