@@ -1,7 +1,8 @@
 // Whole models on the GPU through the path that `serve` runs (engine, scheduler, executor): the kl48b/* rows of the
 // performance goals, the load rate from page cache, a K3-shaped slice with MXFP4 experts, one million tokens through
 // tiny-k3, and batch invariance. Weights are random where no checkpoint is needed.
-//   cuda_model_bench [--only decode,long,prefill,engine,hit,profile,invariant,load,slice,million] [--json FILE]
+//   cuda_model_bench [--only decode,long,prefill,engine,hit,profile,invariant,load,slice,million,million48] [--json
+//   FILE]
 //                    [--scratch DIR] [--graphs on|off]
 #include <algorithm>
 #include <atomic>
@@ -483,11 +484,10 @@ class ModelBench {
     report_.Add(name + "prefill/4096", 4096 / Median(seconds), "tok/s");
   }
 
-  // One million tokens through the shipped model; every chunk's last logits are finite.
-  void Million() {
-    const std::string dir = testing::TinyK3();
+  // One million tokens through a model, random weights where there is a seed; every chunk's last logits are finite.
+  void Million(const std::string& dir, const std::string& name, std::optional<uint64_t> seed) {
     const ModelConfig config = OrDie(LoadModelConfig(dir));
-    Served served(ops_, dir, config, std::nullopt, 4);
+    Served served(ops_, dir, config, seed, 4);
     const int64_t length = 1 << 20, chunk = 8192;
     SequenceRunner runner(*served.model, ops_, length, chunk);
     std::mt19937_64 random(3);
@@ -502,8 +502,10 @@ class ModelBench {
       if (!all) throw std::runtime_error("non-finite logits at position " + std::to_string(runner.length() - 1));
       finite += chunk;
     }
-    report_.Add("tiny-k3/finite_tokens", static_cast<double>(finite), "tokens");
-    report_.Add("tiny-k3/prefill/1048576", static_cast<double>(length) / SecondsSince(start), "tok/s");
+    const double seconds = SecondsSince(start);
+    report_.Add(name + "/finite_tokens", static_cast<double>(finite), "tokens");
+    report_.Add(name + "/prefill/1048576", static_cast<double>(length) / seconds, "tok/s");
+    report_.Add(name + "/prefill/1048576/seconds", seconds, "s");
   }
 
   void TinyInvariant() {
@@ -644,7 +646,12 @@ int Main(int argc, char** argv) {
   }
   if (bench.Wants("load")) part("load", [&] { bench.Load(); });
   if (bench.Wants("slice")) part("K3 slice", [&] { bench.Slice(); });
-  if (bench.Wants("million")) part("1M tokens", [&] { bench.Million(); });
+  if (bench.Wants("million")) part("1M tokens", [&] { bench.Million(testing::TinyK3(), "tiny-k3", std::nullopt); });
+  // Minutes: only when it is named.
+  if (only.count("million48") > 0) {
+    const std::string dir = std::string(K3_SOURCE_DIR) + "/configs/models/kimi-linear-48b";
+    part("1M tokens, 48B shape", [&] { bench.Million(dir, "kl48b", 1); });
+  }
   return bench.failures() == 0 ? 0 : 1;
 }
 
