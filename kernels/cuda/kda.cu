@@ -182,6 +182,7 @@ void Chunked(const Device& device, const KdaParams& p, cudaStream_t queue) {
   const RecurVariant variant = ChooseRecur(device, runs, most_runs, longest, p.heads, scratch.max_segments);
   const bool split = variant.segment_chunks != kUnsplit;
   const bool pairs_aligned = RowsAligned(p, 2), packs_aligned = RowsAligned(p, 8);
+  const bool norm = variant.warps == kValueBlocks && packs_aligned;
 
   Launch(&KdaPlanKernel, {.grid = dim3(1), .block = dim3(kPlanThreads), .shared = 33 * sizeof(int)}, queue, "KdaPlan",
          batch, kStepLimit, variant.segment_chunks, rounds, scratch);
@@ -203,11 +204,14 @@ void Chunked(const Device& device, const KdaParams& p, cudaStream_t queue) {
     const int64_t segments = std::min(round_chunks, most_runs * (split ? CeilDiv(longest, variant.segment_chunks) : 1));
     LaunchShape recur;
     recur.block = dim3(static_cast<unsigned>(32 * variant.warps));
-    recur.shared = KdaRecurShared(variant.warps);
+    recur.shared = KdaRecurShared(variant.warps, norm);
     const unsigned groups = static_cast<unsigned>(kValueBlocks / variant.warps);
     if (split) {
       recur.grid = dim3(2 * groups, heads, static_cast<unsigned>(segments));
-      Launch(&KdaRecurKernel<false, StateT>, recur, queue, "KdaTransitions", p, batch, scratch, round, pairs_aligned);
+      recur.shared = KdaRecurShared(variant.warps, false);
+      Launch(&KdaRecurKernel<false, false, StateT>, recur, queue, "KdaTransitions", p, batch, scratch, round,
+             pairs_aligned);
+      recur.shared = KdaRecurShared(variant.warps, norm);
       Launch(&KdaComposeKernel,
              {.grid = dim3(kValueBlocks, heads, static_cast<unsigned>(segments)),
               .block = dim3(kComposeThreads),
@@ -215,12 +219,14 @@ void Chunked(const Device& device, const KdaParams& p, cudaStream_t queue) {
              queue, "KdaCompose", scratch, p.heads, round);
     }
     recur.grid = dim3(groups, heads, static_cast<unsigned>(segments));
-    Launch(&KdaRecurKernel<true, StateT>, recur, queue, "KdaRecur", p, batch, scratch, round, pairs_aligned);
-    const bool last = round + 1 == rounds;
-    const unsigned rows =
-        static_cast<unsigned>(last ? scratch.round_chunks + batch.num_sequences : scratch.round_chunks);
-    Launch(&KdaFinishKernel, {.grid = dim3(heads, rows), .block = dim3(kFinishThreads)}, queue, "KdaFinish", p, batch,
-           scratch, round, kStepLimit, RowsAligned(p, 4));
+    auto* recur_kernel = norm ? &KdaRecurKernel<true, true, StateT> : &KdaRecurKernel<true, false, StateT>;
+    Launch(recur_kernel, recur, queue, "KdaRecur", p, batch, scratch, round, pairs_aligned);
+    const int first = norm ? scratch.round_chunks : 0;
+    const int rows = scratch.round_chunks - first + (round + 1 == rounds ? batch.num_sequences : 0);
+    if (rows > 0) {
+      Launch(&KdaFinishKernel, {.grid = dim3(heads, static_cast<unsigned>(rows)), .block = dim3(kFinishThreads)}, queue,
+             "KdaFinish", p, batch, scratch, round, kStepLimit, RowsAligned(p, 4), first);
+    }
   }
 }
 

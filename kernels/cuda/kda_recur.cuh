@@ -17,9 +17,64 @@ struct KdaStage {
   alignas(128) unsigned char data[kKdaOutputBytes];
 };
 
+// What the gated norm needs in shared memory: by parity of the chunk, each warp's part of the rows' sums of squares,
+// and the gates, padded so that the rows of a fragment lie in different banks.
+struct KdaNormShared {
+  float squares[2][kChunkRows][kValueBlocks];
+  alignas(16) bf16 gate[2][kChunkRows][kChunkDim + 8];
+};
+
 // Bytes of dynamic shared memory for blocks of `warps` warps.
-constexpr size_t KdaRecurShared(int warps) {
-  return kStages * (sizeof(KdaStage) + warps * sizeof(uint4) * 4 * 32) + kStages * sizeof(uint64_t);
+constexpr size_t KdaRecurShared(int warps, bool norm) {
+  return kStages * (sizeof(KdaStage) + warps * sizeof(uint4) * 4 * 32) + (norm ? sizeof(KdaNormShared) : 0) +
+         kStages * sizeof(uint64_t);
+}
+
+// Puts a chunk's gates on their way to shared memory: 16 bytes a copy, by all threads. Zeros behind the chunk's
+// end.
+__device__ __forceinline__ void FetchGates(const KdaParams& p, const KdaChunk& rows, int head,
+                                           bf16 (*to)[kChunkDim + 8]) {
+  constexpr int kPacks = kChunkDim / 8;
+  const bf16* from = static_cast<const bf16*>(p.gate.data) + head * kChunkDim;
+  for (int i = threadIdx.x; i < kChunkRows * kPacks; i += blockDim.x) {
+    const int row = rows.begin + i / kPacks;
+    CopyAsync16(&to[i / kPacks][i % kPacks * 8], from + min(row, rows.end - 1) * p.gate.ld + i % kPacks * 8,
+                row < rows.end);
+  }
+  CopyAsyncCommit();
+}
+
+// Lanes whose bit 2 kHalf differs exchange half of their sums.
+template <int kHalf>
+__device__ __forceinline__ void HalveSums(float (&sum)[16], int lane) {
+  const bool upper = (lane & (2 * kHalf)) != 0;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float give = upper ? sum[i] : sum[i + kHalf];
+    const float keep = upper ? sum[i + kHalf] : sum[i];
+    sum[i] = keep + __shfl_xor_sync(kAllLanes, give, 2 * kHalf);
+  }
+}
+
+// Sums of squares over a warp's 16 value columns from the fragments of O^T: lane (g, t) gets those of tokens 8 g + 2 t
+// and the next.
+__device__ __forceinline__ float2 SquaresOfTokens(const float (&o)[8][4], int lane) {
+  float sum[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float low = o[i / 2][i % 2], high = o[i / 2][i % 2 + 2];
+    sum[i] = fmaf(low, low, high * high);
+  }
+  HalveSums<8>(sum, lane);
+  HalveSums<4>(sum, lane);
+  HalveSums<2>(sum, lane);
+  return {sum[0], sum[1]};
+}
+
+// Two outputs of a row, normed and gated.
+__device__ __forceinline__ uint32_t NormGate(uint32_t outputs, float scale, float2 weight, uint32_t gates) {
+  return PackBf16(LowBf16(outputs) * scale * weight.x * Sigmoid(LowBf16(gates)),
+                  HighBf16(outputs) * scale * weight.y * Sigmoid(HighBf16(gates)));
 }
 
 // A state piece as accumulator fragments: 16 tiles of [16 values, 8 keys], from or to [K, V] memory.
@@ -46,10 +101,11 @@ __device__ __forceinline__ void StoreState(StateT* to, int value, int lane, cons
   }
 }
 
-// kOutput: grid (value groups of blockDim / 32 warps, heads, segments of the round); writes the outputs before the norm
-// to p.out, final states and snapshots. Otherwise the first pass over split runs, which leaves each segment's
+// kOutput: grid (value groups of blockDim / 32 warps, heads, segments of the round); writes the outputs to p.out, final
+// states and snapshots. kNorm, for blocks that hold all of a head: the outputs are normed and gated; 16-byte rows.
+// Otherwise the norm is to follow. Without kOutput the first pass over split runs, which leaves each segment's
 // transition and its result from a zero state; then the value groups count the 128 columns of the transition as well.
-template <bool kOutput, typename StateT>
+template <bool kOutput, bool kNorm, typename StateT>
 __global__ void KdaRecurKernel(KdaParams p, SequenceBatch batch, KdaScratch scratch, int round, bool pairs_aligned) {
   const int first_segment = scratch.plan->segment_begin[round];
   const int segment_index = first_segment + blockIdx.z;
@@ -66,7 +122,9 @@ __global__ void KdaRecurKernel(KdaParams p, SequenceBatch batch, KdaScratch scra
   unsigned char* shared = DynamicShared<unsigned char>();
   KdaStage* stages = reinterpret_cast<KdaStage*>(shared);
   uint4(*stage_u)[4][32] = reinterpret_cast<uint4(*)[4][32]>(shared + kStages * sizeof(KdaStage));  // [stage][warp]
-  uint64_t* full = reinterpret_cast<uint64_t*>(shared + kStages * (sizeof(KdaStage) + warps * sizeof(stage_u[0])));
+  unsigned char* behind = shared + kStages * (sizeof(KdaStage) + warps * sizeof(stage_u[0]));
+  KdaNormShared* norm = reinterpret_cast<KdaNormShared*>(behind);
+  uint64_t* full = reinterpret_cast<uint64_t*>(behind + (kNorm ? sizeof(KdaNormShared) : 0));
   constexpr uint32_t kBytes = kOutput ? kKdaOutputBytes : kKdaStateBytes;
   const bool with_u = kOutput || !transition;
   const int round_begin = round * scratch.round_chunks;
@@ -107,9 +165,15 @@ __global__ void KdaRecurKernel(KdaParams p, SequenceBatch batch, KdaScratch scra
       for (int e = 0; e < 4; ++e) state[n][e] = 0;
     }
   }
+  if constexpr (kNorm) FetchGates(p, scratch.chunks[segment.chunk_begin], head, norm->gate[0]);
   __syncthreads();
 
   const int g = lane / 4, t = lane % 4;
+  float2 weight[2];  // of the lane's columns
+#pragma unroll
+  for (int i = 0; kNorm && i < 2; ++i) {
+    weight[i] = *reinterpret_cast<const float2*>(p.norm_weight + value + 8 * i + 2 * t);
+  }
   for (int chunk = segment.chunk_begin; chunk < segment.chunk_end; ++chunk) {
     const int step = chunk - segment.chunk_begin;
     const int stage = step % kStages;
@@ -176,17 +240,36 @@ __global__ void KdaRecurKernel(KdaParams p, SequenceBatch batch, KdaScratch scra
         MmaF16(state[2 * k + 1], rows, restored.z, restored.w);
       }
     }
+    if constexpr (kNorm) {
+      const float2 squares = SquaresOfTokens(o, lane);
+      norm->squares[step % 2][8 * g + 2 * t][warp] = squares.x;
+      norm->squares[step % 2][8 * g + 2 * t + 1][warp] = squares.y;
+      CopyAsyncWait<0>();  // the gates of this chunk
+    }
     __syncthreads();
     if (threadIdx.x == 0 && chunk + kStages < segment.chunk_end) fetch(chunk + kStages);
+    if constexpr (kNorm) {
+      // Nobody reads the other half of the buffers any more.
+      if (chunk + 1 < segment.chunk_end) FetchGates(p, scratch.chunks[chunk + 1], head, norm->gate[(step + 1) % 2]);
+    }
 
     if constexpr (kOutput) {
       const KdaChunk rows = scratch.chunks[chunk];
       bf16* out = static_cast<bf16*>(p.out.data) + head * kChunkDim + value + 2 * t;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const uint32_t low = TransposeFragment(PackBf16(o[n][0], o[n][1]));
-        const uint32_t high = TransposeFragment(PackBf16(o[n][2], o[n][3]));
+        uint32_t low = TransposeFragment(PackBf16(o[n][0], o[n][1]));
+        uint32_t high = TransposeFragment(PackBf16(o[n][2], o[n][3]));
         const int row = rows.begin + 8 * n + g;
+        if constexpr (kNorm) {
+          const float4* parts = reinterpret_cast<const float4*>(norm->squares[step % 2][8 * n + g]);
+          const float4 a = parts[0], b = parts[1];
+          const float sum = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+          const float scale = rsqrtf(sum / kChunkDim + p.norm_eps);
+          const bf16* gates = &norm->gate[step % 2][8 * n + g][value + 2 * t];
+          low = NormGate(low, scale, weight[0], *reinterpret_cast<const uint32_t*>(gates));
+          high = NormGate(high, scale, weight[1], *reinterpret_cast<const uint32_t*>(gates + 8));
+        }
         if (row < rows.end) {
           bf16* target = out + row * p.out.ld;
           if (pairs_aligned) {
@@ -294,14 +377,16 @@ __global__ void __launch_bounds__(kComposeThreads) KdaComposeKernel(KdaScratch s
 
 constexpr int kFinishThreads = 256;
 
-// Gated RMSNorm in place over the outputs of the round's chunks: grid (heads, chunks of the round), a warp a row. With
-// `conv_states`, one more row of blocks a sequence: convolution states after snapshots and after the step.
-__global__ void __launch_bounds__(kFinishThreads)
-    KdaFinishKernel(KdaParams p, SequenceBatch batch, KdaScratch scratch, int round, int step_tokens, bool aligned) {
+// Gated RMSNorm in place over the outputs of the round's chunks: grid (heads, chunks of the round), a warp a row.
+// Behind row scratch.round_chunks one more row of blocks a sequence: convolution states after snapshots and after the
+// step. The grid begins at row `first`.
+__global__ void __launch_bounds__(kFinishThreads) KdaFinishKernel(KdaParams p, SequenceBatch batch, KdaScratch scratch,
+                                                                  int round, int step_tokens, bool aligned, int first) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int head = blockIdx.x;
-  if (static_cast<int>(blockIdx.y) >= scratch.round_chunks) {
-    const int sequence = blockIdx.y - scratch.round_chunks;
+  const int grid_row = first + blockIdx.y;
+  if (grid_row >= scratch.round_chunks) {
+    const int sequence = grid_row - scratch.round_chunks;
     const int begin = batch.token_begin[sequence], end = batch.token_begin[sequence + 1];
     const int slot = batch.state_slot[sequence];
     if (end - begin <= step_tokens) return;
@@ -317,7 +402,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     }
     return;
   }
-  const int index = round * scratch.round_chunks + blockIdx.y;
+  const int index = round * scratch.round_chunks + grid_row;
   if (index >= scratch.plan->chunks) return;
   const KdaChunk chunk = scratch.chunks[index];
   const int64_t column = static_cast<int64_t>(head) * kChunkDim + 4 * lane;
