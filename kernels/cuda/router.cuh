@@ -24,7 +24,9 @@ __device__ __forceinline__ void ForExperts(int experts, int lane, const Value& v
   for (int base = lane; base < experts; base += 32 * kTogether) {
     T values[kTogether];
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) values[i] = value(min(base + 32 * i, experts - 1));
+    for (int i = 0; i < kTogether; ++i) {
+      if (base + 32 * i < experts) values[i] = value(base + 32 * i);  // never another lane's expert
+    }
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       if (base + 32 * i < experts) to[base + 32 * i] = values[i];

@@ -617,26 +617,29 @@ TEST_P(KdaTest, CorrelatedKeys) {
 TEST_P(KdaTest, CutsAtMultiplesOf64DoNotChangeAnyBit) {
   if (!batch_invariant()) GTEST_SKIP() << "not a batch-invariant backend";
   const KdaShape shape;
-  const oracle::KdaInput in = MakeInput(shape, 230, 130);
-  const Weights weights = Upload(in);
-  Pool whole(ops(), shape, DType::kF32);
-  const oracle::KdaState start = RandomState(shape, 131);
-  whole.Set(0, start);
-  const std::vector<float> expected = Step({in}, {0}, weights, whole);
-  for (int64_t chunk : {64, 128, 192}) {
-    Pool pool(ops(), shape, DType::kF32);
-    pool.Set(0, start);
-    std::vector<float> out;
-    for (int64_t begin = 0; begin < in.tokens; begin += chunk) {
-      const int64_t count = std::min<int64_t>(chunk, in.tokens - begin);
-      // With company: the same sequence must come out.
-      const std::vector<float> part =
-          Step({Part(in, begin, count), Part(in, 3, 70)}, {0, 1}, weights, pool, {}, {static_cast<int32_t>(begin), 7});
-      out.insert(out.end(), part.begin(), part.begin() + count * shape.width());
-      pool.Set(1, start);
+  for (KdaGate kind : {KdaGate::kBounded, KdaGate::kSoftplus}) {
+    oracle::KdaInput in = MakeInput(shape, 230, 130);
+    in.gate_kind = kind;
+    const Weights weights = Upload(in);
+    Pool whole(ops(), shape, DType::kF32);
+    const oracle::KdaState start = RandomState(shape, 131);
+    whole.Set(0, start);
+    const std::vector<float> expected = Step({in}, {0}, weights, whole);
+    for (int64_t chunk : {64, 128, 192}) {
+      Pool pool(ops(), shape, DType::kF32);
+      pool.Set(0, start);
+      std::vector<float> out;
+      for (int64_t begin = 0; begin < in.tokens; begin += chunk) {
+        const int64_t count = std::min<int64_t>(chunk, in.tokens - begin);
+        // With company: the same sequence must come out.
+        const std::vector<float> part = Step({Part(in, begin, count), Part(in, 3, 70)}, {0, 1}, weights, pool, {},
+                                             {static_cast<int32_t>(begin), 7});
+        out.insert(out.end(), part.begin(), part.begin() + count * shape.width());
+        pool.Set(1, start);
+      }
+      ExpectSameBits(out, expected, "chunk " + std::to_string(chunk));
+      ExpectSameBits(pool.State(0), whole.State(0), "chunk " + std::to_string(chunk));
     }
-    ExpectSameBits(out, expected, "chunk " + std::to_string(chunk));
-    ExpectSameBits(pool.State(0), whole.State(0), "chunk " + std::to_string(chunk));
   }
 }
 

@@ -214,19 +214,26 @@ TEST_P(MoeTest, RanksComputeTheirOwnExperts) {
 
 TEST_P(MoeTest, RowsDoNotDependOnTheBatch) {
   if (!batch_invariant()) GTEST_SKIP() << "not a batch-invariant backend";
-  const Layer layer = MakeLayer(WeightKind::kMxfp4, 8, 128, 96, 20);
-  const std::unique_ptr<ExpertWeights> experts = ops().MakeExperts(0, layer.host);
-  Random random(21);
-  const int64_t tokens = 100;
-  const std::vector<float> x = Round(random.Normal(tokens * 128), act()), weights = random.Uniform(tokens * 3, 0, 1);
-  const std::vector<int32_t> ids = RandomIds(tokens, 8, 3, 22);
-  const std::vector<float> all = Run(layer, *experts, x, ids, weights, 3, act());
-  for (int64_t count : {1, 2, 7, 33}) {
-    for (int64_t begin : {int64_t{0}, 100 - count}) {
-      const std::vector<float> part = Run(layer, *experts, Slice(x, 128, begin, count), Slice(ids, 3, begin, count),
-                                          Slice(weights, 3, begin, count), 3, act());
-      ExpectSameBits(part, Slice(all, 128, begin, count),
-                     std::to_string(count) + " tokens from " + std::to_string(begin));
+  for (WeightKind kind : {WeightKind::kMxfp4, WeightKind::kBf16}) {
+    // The larger number is planned by many blocks on devices.
+    for (const int64_t tokens : {100, 1500}) {
+      if (slow() && tokens > 100) continue;
+      Layer layer = MakeLayer(kind, 8, 128, 96, 20);
+      if (kind == WeightKind::kBf16) layer.activation = {Activation::kSwiglu, 1, 0};
+      const std::unique_ptr<ExpertWeights> experts = ops().MakeExperts(0, layer.host);
+      Random random(21);
+      const std::vector<float> x = Round(random.Normal(tokens * 128), act());
+      const std::vector<float> weights = random.Uniform(tokens * 3, 0, 1);
+      const std::vector<int32_t> ids = RandomIds(tokens, 8, 3, 22);
+      const std::vector<float> all = Run(layer, *experts, x, ids, weights, 3, act());
+      for (int64_t count : {1, 2, 7, 33, 90}) {
+        for (int64_t begin : {int64_t{0}, tokens - count}) {
+          const std::vector<float> part = Run(layer, *experts, Slice(x, 128, begin, count), Slice(ids, 3, begin, count),
+                                              Slice(weights, 3, begin, count), 3, act());
+          ExpectSameBits(part, Slice(all, 128, begin, count),
+                         std::to_string(count) + " tokens from " + std::to_string(begin));
+        }
+      }
     }
   }
 }
