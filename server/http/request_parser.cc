@@ -104,6 +104,7 @@ struct HttpRequestParser::Impl {
   std::string message;
   size_t scanned = 0;         // bytes of the head that CheckLines has seen and nobody has consumed
   char consumed_last = '\0';  // the byte before them
+  int ending = 0;             // of the head's last four bytes, CR LF CR LF, how many stand before `scanned`
 
   void Fail(int error_status, std::string sentence) {
     state = State::kFailed;
@@ -118,7 +119,8 @@ struct HttpRequestParser::Impl {
 };
 
 bool HttpRequestParser::Impl::CheckLines(std::string_view bytes) {
-  for (; scanned < bytes.size(); ++scanned) {
+  // Counted, not looked up: what Beast has taken of the head is not in `bytes` any more.
+  for (; scanned < bytes.size() && ending < 4; ++scanned) {
     const char c = bytes[scanned];
     const char before = scanned == 0 ? consumed_last : bytes[scanned - 1];
     if ((c == '\n') != (before == '\r')) {
@@ -129,7 +131,7 @@ bool HttpRequestParser::Impl::CheckLines(std::string_view bytes) {
       Fail(400, "malformed HTTP request: a header field must be one line");
       return false;
     }
-    if (c == '\n' && scanned >= 3 && bytes.substr(scanned - 3, 4) == "\r\n\r\n") return true;
+    ending = c == '\r' ? (ending == 2 ? 3 : 1) : c == '\n' ? ending + 1 : 0;
   }
   return true;
 }

@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "server/http/request_parser.h"
 #include "tests/testing/http_client.h"
 
 namespace k3 {
@@ -306,6 +307,30 @@ TEST_F(HttpServerTest, LinesOfAHeadAreCheckedInAnyPieces) {
     reply = refused.ReadReply();
     ASSERT_TRUE(reply) << cut;
     EXPECT_EQ(reply->status, 400) << cut;
+  }
+}
+
+// The same without a network that may join pieces: what is left of a piece comes again with the next.
+TEST(HttpRequestParserTest, AHeadEndsWhereverItIsCut) {
+  const std::string request = "POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 7\r\n\r\n{\n\n  }\n";
+  for (size_t first = 0; first <= request.size(); ++first) {
+    for (size_t second = first; second <= request.size(); ++second) {
+      BodyBudget budget(1 << 20);
+      HttpRequestParser parser(4096, 2048, budget);
+      std::string input;
+      for (const std::string& piece :
+           {request.substr(0, first), request.substr(first, second - first), request.substr(second)}) {
+        input += piece;
+        for (size_t used = 1; used > 0 && !input.empty();) {
+          used = parser.Consume(input);
+          input.erase(0, used);
+        }
+      }
+      ASSERT_EQ(parser.state(), HttpRequestParser::State::kDone)
+          << first << ", " << second << ": " << parser.error_message();
+      std::shared_ptr<void> lease;
+      EXPECT_EQ(parser.TakeRequest(&lease).body, "{\n\n  }\n");
+    }
   }
 }
 
