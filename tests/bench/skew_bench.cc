@@ -1,6 +1,7 @@
 // Planted skew: one rank's experts are made popular, and prompts are computed with experts chosen exactly and with the
 // balance of --moe-routing local-quantile. What counts is the time of the experts' products on the slowest rank.
-//   skew_bench [--device cpu|cuda] [--ranks N] [--model DIR] [--tokens N] [--skew 1.4] [--settle N] [--steps N] [--json FILE]
+//   skew_bench [--device cpu|cuda] [--ranks N] [--model DIR] [--tokens N] [--skew 1.4] [--settle N] [--steps N] [--json
+//   FILE]
 // Weights are random; the ranks are data-parallel groups with experts over all of them, on the CPU as threads. The
 // guard is off: a planted skew changes far more choices than it allows.
 #include <algorithm>
@@ -195,7 +196,9 @@ class Run {
     }
     return figures;
   }
-  int32_t ranks() const { return settings_.ranks; }
+  std::string machine() const {
+    return settings_.cuda ? absl::StrCat(settings_.ranks, " x ", ranks_->ops().device_name()) : bench::CpuName();
+  }
 
  private:
   const Settings& settings_;
@@ -246,8 +249,10 @@ int Main(int argc, char** argv) {
   };
   float planted = 0;
   double slowest[2] = {};
+  std::string machine;
   for (const bool adaptive : {false, true}) {
     Run run(settings, adaptive);
+    machine = run.machine();
     if (!adaptive) {
       // As much as it takes for the wanted skew: routing is exact, so a step tells.
       float low = 0, high = 1;
@@ -271,7 +276,7 @@ int Main(int argc, char** argv) {
     slowest[adaptive] = figures.slowest_ms;
   }
   add("moe_slowest_rank_saved", 100 * (1 - slowest[1] / slowest[0]), "%");
-  bench::WriteResults(settings.json, results, settings.cuda ? "GPUs" : bench::CpuName(), argc, argv);
+  bench::WriteResults(settings.json, results, machine, argc, argv);
   return 0;
 }
 
