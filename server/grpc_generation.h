@@ -16,7 +16,7 @@ class GenerationService;
 struct GrpcGenerationOptions {
   // A stream whose reader takes nothing for this long is ended with RESOURCE_EXHAUSTED.
   std::chrono::milliseconds write_stall_limit{60000};
-  int pump_threads = 1;              // turn tokens into messages
+  int pump_threads = 1;               // turn tokens into messages
   std::atomic<int>* calls = nullptr;  // counts calls from their start until gRPC is done with them; may be null
 };
 

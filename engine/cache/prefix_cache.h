@@ -110,7 +110,7 @@ class PrefixCache {
     PageId next_same_hash;
     int32_t position = 0;  // tokens up to the end of this page
     uint64_t hash = 0;
-    uint64_t salt = 0;   // top nodes: id in salts_
+    uint64_t salt = 0;  // top nodes: id in salts_
     uint64_t epoch = 0;
     uint64_t publisher = 0;
     StateSlot snapshot;

@@ -28,9 +28,9 @@ struct LayerContext {
   Workspace& workspace;
   CacheStorage& cache;
   const ParallelContext& parallel;
-  RoutingProbe* probe;    // may be null
+  RoutingProbe* probe;           // may be null
   const ExpertBalance* balance;  // of experts over ranks; null: routed exactly, and not counted
-  int64_t dispatch_rows;         // tokens of the group that has most: what every group's exchange of experts is padded to
+  int64_t dispatch_rows;  // tokens of the group that has most: what every group's exchange of experts is padded to
 };
 
 }  // namespace k3

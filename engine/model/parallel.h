@@ -29,7 +29,7 @@ struct ParallelLayout {
 enum class ExpertTransport : uint8_t {
   kAllGather,  // all-gather and reduce-scatter: every rank sees all tokens
   kAllToAll,   // padded all-to-all, rank-major: a token goes once to each rank whose experts it chose; sums in the
-               // fixed tree everywhere. Over NCCL the padding travels too: what it saves there is the experts' rows only
+              // fixed tree everywhere. Over NCCL the padding travels too: what it saves there is the experts' rows only
 };
 
 // What one rank's model talks over. The communicators outlive the model.

@@ -284,9 +284,9 @@ std::unique_ptr<Communicator> MakeNcclCommunicator(const NcclId& id, int rank, i
   ncclComm_t comm = nullptr;
   if (const ncclResult_t result = nccl.CommInitRank(&comm, size, unique, rank); result != ncclSuccess) {
     const char* detail = nccl.GetLastError(nullptr);
-    throw DeviceError("NCCL: rank " + std::to_string(rank) + " of " + std::to_string(size) + " cannot join: " +
-                      nccl.GetErrorString(result) + (detail != nullptr ? std::string(" (") + detail + ")" : "") +
-                      SharedMemoryText());
+    throw DeviceError("NCCL: rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                      " cannot join: " + nccl.GetErrorString(result) +
+                      (detail != nullptr ? std::string(" (") + detail + ")" : "") + SharedMemoryText());
   }
   return std::make_unique<NcclCommunicator>(comm, rank, size, ops, options);
 }

@@ -212,8 +212,8 @@ TEST(MemoryPlanTest, TinyK3OnTheCpu) {
   ExpectSound(plan, request);
   EXPECT_EQ(plan.model_bytes, (*checkpoint)->total_bytes());
   EXPECT_FALSE(plan.workspace_estimated);
-  EXPECT_EQ(plan.workspace_bytes + plan.bank_bytes,
-            Workspace::Bytes(config, plan.bounds, *ops) + Executor::StagingBytes(config.vocab_size, plan.bounds, 64, {}));
+  EXPECT_EQ(plan.workspace_bytes + plan.bank_bytes, Workspace::Bytes(config, plan.bounds, *ops) +
+                                                        Executor::StagingBytes(config.vocab_size, plan.bounds, 64, {}));
   EXPECT_LE(plan.page_pool_bytes() + plan.state_pool_bytes(), 4 * kGiB);
   EXPECT_GE(plan.state_slots, 64);
 

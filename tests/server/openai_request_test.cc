@@ -544,7 +544,8 @@ TEST_F(OpenAiRequestTest, EffortAndThinkingInThreeSpellings) {
   EXPECT_NE(off, max);
   EXPECT_EQ(ids({{"chat_template_kwargs", {{"thinking", false}}}}), off);
   EXPECT_EQ(ids({{"thinking", {{"type", "disabled"}}}, {"chat_template_kwargs", {{"thinking", true}}}}), off);
-  // "none" in OpenAI's field switches thinking off; in the vendor's it says nothing about effort, and thinking stays on.
+  // "none" in OpenAI's field switches thinking off; in the vendor's it says nothing about effort, and thinking stays
+  // on.
   const Json silent = ids({{"thinking", {{"effort", "none"}}}});
   EXPECT_NE(silent, off);
   EXPECT_LT(silent.size(), max.size());

@@ -108,7 +108,8 @@ struct Reply {
   }
 };
 
-inline std::multimap<std::string, std::string> Strings(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata) {
+inline std::multimap<std::string, std::string> Strings(
+    const std::multimap<grpc::string_ref, grpc::string_ref>& metadata) {
   std::multimap<std::string, std::string> out;
   for (const auto& [key, value] : metadata) {
     out.emplace(std::string(key.data(), key.size()), std::string(value.data(), value.size()));
