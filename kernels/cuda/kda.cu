@@ -60,10 +60,12 @@ constexpr int kUnsplit = 1 << 30;
 RecurVariant ChooseRecur(const Device& device, int64_t runs, int64_t most_runs, int64_t longest, int64_t heads,
                          int64_t max_segments) {
   RecurVariant variant{kValueBlocks, kUnsplit};
+  // The answer of a sequence must not depend on its company: whole heads a block even where that idles the device, as
+  // blocks of fewer warps leave the gated norm to a kernel that adds squares of rounded outputs, in another order.
+  if (device.batch_invariant) return variant;
   while (variant.warps > 2 && runs * heads * (kValueBlocks / variant.warps) * 2 <= device.multiprocessors) {
     variant.warps /= 2;
   }
-  if (device.batch_invariant) return variant;  // the sums of a sequence must not depend on its company
   const int64_t blocks = runs * heads * (kValueBlocks / variant.warps);
   // Segments cost a second pass over the state products; they pay once most of the device would idle and runs are long.
   const int64_t want = std::min({max_segments / most_runs, 2 * device.multiprocessors / blocks, longest / 8});

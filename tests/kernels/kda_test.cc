@@ -643,6 +643,28 @@ TEST_P(KdaTest, CutsAtMultiplesOf64DoNotChangeAnyBit) {
   }
 }
 
+// With as many heads as the models have, a device may spread one sequence over more blocks than it gives to each of
+// several.
+TEST_P(KdaTest, CompanyDoesNotChangeAnyBitOfManyHeads) {
+  if (!batch_invariant()) GTEST_SKIP() << "not a batch-invariant backend";
+  const KdaShape shape{32, 128, 4};
+  for (KdaGate kind : {KdaGate::kBounded, KdaGate::kSoftplus}) {
+    oracle::KdaInput in = MakeInput(shape, 20, 140);
+    in.gate_kind = kind;
+    const Weights weights = Upload(in);
+    const oracle::KdaState start = RandomState(shape, 141);
+    Pool alone(ops(), shape, DType::kF32);
+    alone.Set(0, start);
+    const std::vector<float> expected = Step({in}, {0}, weights, alone);
+    Pool together(ops(), shape, DType::kF32);
+    for (int32_t slot = 0; slot < 5; ++slot) together.Set(slot, start);
+    const std::vector<float> out = Step({Part(in, 3, 9), in, Part(in, 0, 12), Part(in, 1, 17), Part(in, 5, 9)},
+                                        {1, 0, 2, 3, 4}, weights, together);
+    ExpectSameBits(Slice(out, shape.width(), 9, 20), expected, kind == KdaGate::kBounded ? "bounded" : "softplus");
+    ExpectSameBits(together.State(0), alone.State(0));
+  }
+}
+
 TEST_P(KdaTest, Bf16StateStaysCloseToTheRoundedOracle) {
   const KdaShape shape{2, 64, 4};
   oracle::KdaInput in = MakeInput(shape, 50, 70);
