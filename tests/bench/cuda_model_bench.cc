@@ -364,20 +364,7 @@ class ModelBench {
         report_.Add("kl48b/decode_step/b1/1048576_minus_4096", (far.seconds - near.seconds) * 1e3, "ms",
                     far.seconds - near.seconds, 2.0e-3 * 4.23e12);
       });
-    if (Wants("prefill"))
-      Part("prefill", [&] {
-        std::vector<double> seconds;
-        StepResult result;
-        for (int i = 0; i < 6; ++i) {
-          StepPlan plan = MakePlan({1}, 8192, 0, pages, false);
-          plan.ranks[0].zero_slots.push_back(StateSlot{0});
-          const auto start = WallClock::now();
-          OrDie(executor.Run(plan, &result));
-          if (i > 0) seconds.push_back(SecondsSince(start));
-          CheckResult(result);
-        }
-        report_.Add("kl48b/prefill/8192", 8192 / Median(seconds), "tok/s");
-      });
+    if (Wants("prefill")) Part("prefill", [&] { TimePrefill(executor, 8192, pages, "kl48b"); });
     if (Wants("engine")) {
       Part("host wait b1", [&] { HostWait(served, report_, 1); });
       Part("host wait b256", [&] { HostWait(served, report_, 256); });
@@ -389,18 +376,41 @@ class ModelBench {
       Profile(served, pages, "decode b256 at 8192", 256, 1, 8191);
       Profile(served, pages, "prefill 8192", 1, 8192, 0);
     }
-    if (Wants("invariant")) {
-      // The same weights under ops that fix tiles and splits.
-      served.executor.reset();
-      const std::unique_ptr<Ops> fixed = MakeCudaOps({.batch_invariant = true});
-      served.model = std::make_unique<Model>(served.loaded->config, served.loaded->weights, *fixed);
-      ExecutorOptions sizes;
-      sizes.decode_sizes = {1, 8, 64};
-      served.MakeExecutor(*fixed, {.tokens = 4096, .sequences = 64, .logits_rows = 64, .context = 8192}, 64 * 20, 72,
-                          std::move(sizes));
-      Invariant(served, report_, "kl48b/batch_invariant");
-      served.executor.reset();
+    if (Wants("invariant")) FixedTiles(served, "kl48b/batch_invariant");
+  }
+
+  // The same weights under ops that fix tiles and splits, and what that costs.
+  void FixedTiles(Served& served, const std::string& name) {
+    served.executor.reset();
+    const std::unique_ptr<Ops> fixed = MakeCudaOps({.batch_invariant = true});
+    served.model = std::make_unique<Model>(served.loaded->config, served.loaded->weights, *fixed);
+    ExecutorOptions options;
+    options.decode_sizes = {1, 8, 64};
+    const int32_t pages = 64 * (8192 / kPageSize + 4);
+    served.MakeExecutor(*fixed, {.tokens = 4096, .sequences = 64, .logits_rows = 64, .context = 8192}, pages, 72,
+                        std::move(options));
+    Invariant(served, report_, name);
+    served.FillCaches(*fixed);
+    for (int32_t batch : {1, 64}) {
+      const StepTime time = TimeDecode(*served.executor, batch, 4095, pages, 0.5);
+      report_.Add(name + "/decode_step/b" + std::to_string(batch) + "/4096", time.seconds * 1e3, "ms");
     }
+    TimePrefill(*served.executor, 4096, pages, name);
+    served.executor.reset();
+  }
+
+  void TimePrefill(Executor& executor, int32_t tokens, int32_t pages, const std::string& name) {
+    std::vector<double> seconds;
+    StepResult result;
+    for (int i = 0; i < 6; ++i) {
+      StepPlan plan = MakePlan({1}, tokens, 0, pages, false);
+      plan.ranks[0].zero_slots.push_back(StateSlot{0});
+      const auto start = WallClock::now();
+      OrDie(executor.Run(plan, &result));
+      CheckResult(result);
+      if (i > 0) seconds.push_back(SecondsSince(start));
+    }
+    report_.Add(name + "/prefill/" + std::to_string(tokens), tokens / Median(seconds), "tok/s");
   }
 
   // Where the time of steps goes, by op; launched one by one.
@@ -471,17 +481,8 @@ class ModelBench {
       const StepTime time = TimeDecode(*served.executor, batch, 4095, pages, 1);
       report_.Add(name + "decode_step/b" + std::to_string(batch) + "/4096", time.seconds * 1e3, "ms");
     }
-    std::vector<double> seconds;
-    StepResult result;
-    for (int i = 0; i < 4; ++i) {
-      StepPlan plan = MakePlan({1}, 4096, 0, pages, false);
-      plan.ranks[0].zero_slots.push_back(StateSlot{0});
-      const auto start = WallClock::now();
-      OrDie(served.executor->Run(plan, &result));
-      CheckResult(result);
-      if (i > 0) seconds.push_back(SecondsSince(start));
-    }
-    report_.Add(name + "prefill/4096", 4096 / Median(seconds), "tok/s");
+    TimePrefill(*served.executor, 4096, pages, "k3_slice13");
+    FixedTiles(served, "k3_slice13/batch_invariant");
   }
 
   // One million tokens through a model, random weights where there is a seed; every chunk's last logits are finite.
