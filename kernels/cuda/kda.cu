@@ -206,14 +206,14 @@ void Chunked(const Device& device, const KdaParams& p, cudaStream_t queue) {
     const int64_t segments = std::min(round_chunks, most_runs * (split ? CeilDiv(longest, variant.segment_chunks) : 1));
     LaunchShape recur;
     recur.block = dim3(static_cast<unsigned>(32 * variant.warps));
-    recur.shared = KdaRecurShared(variant.warps, norm);
+    recur.shared = KdaRecurShared(norm);
     const unsigned groups = static_cast<unsigned>(kValueBlocks / variant.warps);
     if (split) {
       recur.grid = dim3(2 * groups, heads, static_cast<unsigned>(segments));
-      recur.shared = KdaRecurShared(variant.warps, false);
+      recur.shared = KdaRecurShared(false);
       Launch(&KdaRecurKernel<false, false, StateT>, recur, queue, "KdaTransitions", p, batch, scratch, round,
              pairs_aligned);
-      recur.shared = KdaRecurShared(variant.warps, norm);
+      recur.shared = KdaRecurShared(norm);
       Launch(&KdaComposeKernel,
              {.grid = dim3(kValueBlocks, heads, static_cast<unsigned>(segments)),
               .block = dim3(kComposeThreads),

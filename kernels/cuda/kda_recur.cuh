@@ -24,10 +24,10 @@ struct KdaNormShared {
   alignas(16) bf16 gate[2][kChunkRows][kChunkDim + 8];
 };
 
-// Bytes of dynamic shared memory for blocks of `warps` warps.
-constexpr size_t KdaRecurShared(int warps, bool norm) {
-  return kStages * (sizeof(KdaStage) + warps * sizeof(uint4) * 4 * 32) + (norm ? sizeof(KdaNormShared) : 0) +
-         kStages * sizeof(uint64_t);
+// Bytes of dynamic shared memory. Without the norm there is room for two blocks on a multiprocessor, which is why U does
+// not pass through it: only one warp wants each of its values.
+constexpr size_t KdaRecurShared(bool norm) {
+  return kStages * sizeof(KdaStage) + (norm ? sizeof(KdaNormShared) : 0) + kStages * sizeof(uint64_t);
 }
 
 // Puts a chunk's gates on their way to shared memory: 16 bytes a copy, by all threads. Zeros behind the chunk's
@@ -121,20 +121,19 @@ __global__ void KdaRecurKernel(KdaParams p, SequenceBatch batch, KdaScratch scra
 
   unsigned char* shared = DynamicShared<unsigned char>();
   KdaStage* stages = reinterpret_cast<KdaStage*>(shared);
-  uint4(*stage_u)[4][32] = reinterpret_cast<uint4(*)[4][32]>(shared + kStages * sizeof(KdaStage));  // [stage][warp]
-  unsigned char* behind = shared + kStages * (sizeof(KdaStage) + warps * sizeof(stage_u[0]));
+  unsigned char* behind = shared + kStages * sizeof(KdaStage);
   KdaNormShared* norm = reinterpret_cast<KdaNormShared*>(behind);
   uint64_t* full = reinterpret_cast<uint64_t*>(behind + (kNorm ? sizeof(KdaNormShared) : 0));
   constexpr uint32_t kBytes = kOutput ? kKdaOutputBytes : kKdaStateBytes;
   const bool with_u = kOutput || !transition;
   const int round_begin = round * scratch.round_chunks;
+  const auto data_of = [&](int chunk) {
+    return &scratch.data[static_cast<int64_t>(chunk - round_begin) * p.heads + head];
+  };
   const auto fetch = [&](int chunk) {
     const int stage = (chunk - segment.chunk_begin) % kStages;
-    const KdaChunkData& data = scratch.data[static_cast<int64_t>(chunk - round_begin) * p.heads + head];
-    const uint32_t u_bytes = with_u ? warps * static_cast<uint32_t>(sizeof(stage_u[0])) : 0;
-    BarrierArriveExpect(&full[stage], kBytes + u_bytes);
-    CopyBulk(stages[stage].data, &data, kBytes, &full[stage]);
-    if (with_u) CopyBulk(stage_u[stage * warps], data.u[blockIdx.x * warps], u_bytes, &full[stage]);
+    BarrierArriveExpect(&full[stage], kBytes);
+    CopyBulk(stages[stage].data, data_of(chunk), kBytes, &full[stage]);
   };
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) BarrierInit(&full[stage], 1);
@@ -174,6 +173,12 @@ __global__ void KdaRecurKernel(KdaParams p, SequenceBatch batch, KdaScratch scra
   for (int i = 0; kNorm && i < 2; ++i) {
     weight[i] = *reinterpret_cast<const float2*>(p.norm_weight + value + 8 * i + 2 * t);
   }
+  uint4 next_u[4];  // U of the next chunk, on its way while one is computed
+  const auto fetch_u = [&](int chunk) {
+#pragma unroll
+    for (int a = 0; a < 4; ++a) next_u[a] = data_of(chunk)->u[block % kValueBlocks][a][lane];
+  };
+  if (with_u) fetch_u(segment.chunk_begin);
   for (int chunk = segment.chunk_begin; chunk < segment.chunk_end; ++chunk) {
     const int step = chunk - segment.chunk_begin;
     const int stage = step % kStages;
@@ -186,8 +191,7 @@ __global__ void KdaRecurKernel(KdaParams p, SequenceBatch batch, KdaScratch scra
     if (with_u) {
 #pragma unroll
       for (int a = 0; a < 4; ++a) {
-        const uint4 u = stage_u[stage * warps + warp][a][lane];
-        const uint32_t pairs[4] = {u.x, u.y, u.z, u.w};
+        const uint32_t pairs[4] = {next_u[a].x, next_u[a].y, next_u[a].z, next_u[a].w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float2 u_pair = UnpackF16(pairs[e]);
@@ -195,6 +199,7 @@ __global__ void KdaRecurKernel(KdaParams p, SequenceBatch batch, KdaScratch scra
           v[2 * a + e / 2][e % 2 * 2 + 1] = u_pair.y;
         }
       }
+      if (chunk + 1 < segment.chunk_end) fetch_u(chunk + 1);
     }
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
