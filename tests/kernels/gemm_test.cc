@@ -183,6 +183,28 @@ TEST_P(GemmTest, RowsDoNotDependOnTheBatch) {
   }
 }
 
+// Sizes at which a device takes other kernels for few rows than for many: the bits of a row stay.
+TEST_P(GemmTest, BitsOfARowAreThoseOfManyRows) {
+  if (!batch_invariant()) GTEST_SKIP() << "not a batch-invariant backend";
+  Random random(6);
+  const int64_t rows = 300;
+  for (const auto [in, out] : {std::pair<int64_t, int64_t>{32, 40}, {288, 200}, {1056, 72}, {128, 17000}}) {
+    const std::vector<float> x = Round(random.Normal(rows * in), act());
+    const std::vector<float> w = Round(random.Normal(out * in), DType::kBF16);
+    const OwnedTensor tensor = MakeTensor(w, DType::kBF16, {out, in});
+    const std::unique_ptr<LinearWeight> weight = ops().MakeLinear({&tensor.tensor, 1});
+    const std::vector<float> all = Run(*weight, x, rows);
+    const int64_t checked = std::min<int64_t>(rows, 2'000'000 / (in * out) + 3);  // the oracle is slow
+    ExpectClose(Slice(all, out, rows - checked, checked),
+                oracle::Linear(oracle::ToDouble(Slice(x, in, rows - checked, checked)), w, checked, in, out),
+                tolerance());
+    for (int64_t count : {1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 200}) {
+      ExpectSameBits(Run(*weight, Slice(x, in, rows - count, count), count), Slice(all, out, rows - count, count),
+                     std::to_string(count) + " rows of " + std::to_string(in) + " to " + std::to_string(out));
+    }
+  }
+}
+
 TEST_P(GemmTest, ZeroRowsAreAllowed) {
   const OwnedTensor tensor = MakeTensor(std::vector<float>(12, 1.0f), DType::kF32, {3, 4});
   const std::unique_ptr<LinearWeight> weight = ops().MakeLinear({&tensor.tensor, 1});
