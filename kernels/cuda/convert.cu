@@ -47,7 +47,7 @@ __global__ void RepackMxfp4Kernel(const uint8_t* rows, const uint8_t* scales, in
     const int g = i % 32 / 4, t = i % 4;
     const int64_t piece = i / 32, row = piece / pieces * kMxfp4Rows + g;
     const int k = static_cast<int>(piece % pieces) * kMxfp4Inputs + 8 * t;
-    uint32_t words[4] = {}, scale = 0;
+    uint32_t spread[4][4] = {}, scale = 0;  // of each word: the codes of its registers
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       if (k + 32 * part >= cols) break;
@@ -59,13 +59,11 @@ __global__ void RepackMxfp4Kernel(const uint8_t* rows, const uint8_t* scales, in
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
           const uint32_t code = codes >> (4 * e) & 15;
-          const int a = upper + 2 * (e / 2 % 2);
-          words[2 * part + e / 4] |= ((code & 7) << Mxfp4MagnitudeBit(a) | (code >> 3) << Mxfp4SignBit(a))
-                                     << (16 * (e % 2));
+          spread[2 * part + e / 4][upper + 2 * (e / 2 % 2)] |= code << (16 * (e % 2));
         }
       }
     }
-    to[i] = make_uint4(words[0], words[1], words[2], words[3]);
+    to[i] = make_uint4(Mxfp4Word(spread[0]), Mxfp4Word(spread[1]), Mxfp4Word(spread[2]), Mxfp4Word(spread[3]));
     if (t == 0) to_scales[piece * 8 + g] = scale;
   }
 }

@@ -24,21 +24,27 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeMxfp4StreamKernel(
   const int first_row = blockIdx.x * kMxfp4StreamRows<kTiles>;  // of the block
   const int warp_row = first_row + warp / kSlices * 16 * kTiles;
   const int first_k = warp % kSlices * kMxfp4Inputs;
-  const int tiles = min(kTiles, (args.out - warp_row) / 16);  // that exist
-
   struct Piece {
     uint4 words;
     uint32_t scales;
   };
-  const int64_t first_piece = (static_cast<int64_t>(expert) * args.out + warp_row) / kMxfp4Rows * weights.pieces;
-  const uint4* const codes = weights.codes + first_piece * 32 + lane;
-  const uint32_t* const scales = weights.scales + first_piece * 8 + g;
+  // 32 bits of offset from one address a lane; tiles that do not exist repeat the last.
+  const int64_t first_piece = static_cast<int64_t>(expert) * (args.out / kMxfp4Rows) * weights.pieces;
+  const char* codes = reinterpret_cast<const char*>(weights.codes + first_piece * 32 + lane);
+  const char* scales = reinterpret_cast<const char*>(weights.scales + first_piece * 8 + g);
+  asm("" : "+l"(codes), "+l"(scales));
+  uint32_t tile_piece[kTiles];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    tile_piece[tile] = static_cast<uint32_t>(min(warp_row / kMxfp4Rows + tile, args.out / kMxfp4Rows - 1) *
+                                             weights.pieces);
+  }
   const auto load = [&](Piece(&piece)[kTiles], int k) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const int at = tile * weights.pieces + k / kMxfp4Inputs;
-      piece[tile] = {};
-      if (tile < tiles) piece[tile] = {LoadStreaming16(codes + at * 32), scales[at * 8]};
+      const uint32_t at = tile_piece[tile] + static_cast<uint32_t>(k / kMxfp4Inputs);
+      piece[tile] = {LoadStreaming16(codes + uint64_t{at} * kMxfp4PieceBytes),
+                     __ldg(reinterpret_cast<const uint32_t*>(scales + uint64_t{at} * kMxfp4PieceScaleBytes))};
     }
   };
   Piece piece[2][kTiles];
@@ -53,12 +59,11 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeMxfp4StreamKernel(
       x[n] = args.x.Row(kUp ? args.plan.token_of[pick] : pick) + 8 * t;
     }
     float sum[kTiles][kTokens][4] = {};
-    // Inputs of one part (32) of a step; zero past the last.
+    // Inputs of one part (32) of a step; past the last the last once more, whose weights are zero.
     const auto load_inputs = [&](uint4(&inputs)[kTokens], int k) {
+      const uint32_t at = static_cast<uint32_t>(min(k, args.in - 32));
 #pragma unroll
-      for (int n = 0; n < kTokens; ++n) {
-        inputs[n] = k < args.in ? *reinterpret_cast<const uint4*>(x[n] + k) : make_uint4(0, 0, 0, 0);
-      }
+      for (int n = 0; n < kTokens; ++n) inputs[n] = *reinterpret_cast<const uint4*>(x[n] + at);
     };
     uint4 inputs[2][kTokens];
     load_inputs(inputs[0], first_k);

@@ -22,11 +22,11 @@ __device__ __forceinline__ float Mxfp4Scale(uint32_t code) {
 
 // The codes of a word where bf16 has its bits: read as bf16, their values times 2^-126, subnormals included.
 __device__ __forceinline__ void Mxfp4Spread(uint32_t word, uint32_t (&a)[4]) {
-  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01c001c0u;
-  a[0] = word & (kSign | kMagnitude);
-  a[1] = (word << 3) & (kSign | kMagnitude);
-  a[2] = ((word << 6) & kMagnitude) | ((word << 1) & kSign);
-  a[3] = ((word >> 3) & kMagnitude) | ((word << 2) & kSign);
+  constexpr uint32_t kCodes = 0x81c081c0u;
+  a[0] = word & kCodes;
+  a[1] = (word << 3) & kCodes;
+  a[2] = (word << 6 ^ word << 1) & kCodes;
+  a[3] = (word >> 3 ^ word << 2) & kCodes;
 }
 
 // A scale's factor for that, as a pair; for codes up to 127. Others need two factors.
@@ -46,11 +46,13 @@ struct Mxfp4Row {
     const int g = row % 8, upper = row % kMxfp4Rows / 8, part = k % kMxfp4Inputs / 32, t = k % 32 / 8;
     const int pair = k % 8 / 2, a = upper + 2 * (pair % 2);
     const uint32_t word = reinterpret_cast<const uint32_t*>(view.codes + piece * 32 + 4 * g + t)[2 * part + pair / 2];
-    const uint32_t half = word >> (16 * (k % 2));
-    const uint32_t magnitude = half >> Mxfp4MagnitudeBit(a) & 7;
+    uint32_t codes[4];
+    Mxfp4Spread(word, codes);
+    const uint32_t code = (a < 2 ? (a == 0 ? codes[0] : codes[1]) : (a == 2 ? codes[2] : codes[3])) >> (16 * (k % 2));
+    const uint32_t magnitude = code >> 6 & 7;
     const float value = magnitude < 2 ? 0.5f * magnitude : (1.0f + 0.5f * (magnitude & 1)) * (1 << (magnitude / 2 - 1));
     const uint32_t scale = view.scales[piece * 8 + g] >> (16 * upper + 8 * part) & 255;
-    return ((half >> Mxfp4SignBit(a) & 1) != 0 ? -value : value) * Mxfp4Scale(scale);
+    return ((code & 0x8000u) != 0 ? -value : value) * Mxfp4Scale(scale);
   }
 };
 

@@ -17,10 +17,21 @@ constexpr int kMxfp4PieceBytes = 512, kMxfp4PieceScaleBytes = 32;
 // Of 16 rows.
 constexpr int Mxfp4Pieces(int64_t cols) { return static_cast<int>((cols + kMxfp4Inputs - 1) / kMxfp4Inputs); }
 
-// Where a word keeps the codes of register a, in each of its halves: the sign bit, and the lowest of the three bits of
-// the magnitude. Chosen so that few shifts and masks bring them to the places of bf16's sign (15) and of the last two
-// bits of its exponent and the first of its mantissa (8 to 6).
-constexpr int Mxfp4SignBit(int a) { return a == 0 ? 15 : a == 1 ? 12 : a == 2 ? 14 : 13; }
-constexpr int Mxfp4MagnitudeBit(int a) { return a == 0 ? 6 : a == 1 ? 3 : a == 2 ? 0 : 9; }
+// How a word keeps the codes of its four registers, chosen so that few shifts to the right and masks, which share a unit
+// on the device, bring them to where bf16 has its sign (15) and the last two bits of its exponent and the first of its
+// mantissa (8 to 6). Register a, of both halves:
+//   0: w    1: w << 3    2: w << 6 ^ w << 1    3: w >> 3 ^ w << 2
+// `code`: of the four registers, the low half's in bits 0 to 3, the high half's in bits 16 to 19.
+constexpr uint32_t Mxfp4Word(const uint32_t (&code)[4]) {
+  constexpr uint32_t kMagnitudes = 0x00070007u, kOnes = 0x00010001u;
+  uint32_t word = 0;
+  for (int a = 0; a < 2; ++a) {
+    word |= (code[a] & kMagnitudes) << (6 - 3 * a) | (code[a] >> 3 & kOnes) << (15 - 3 * a);
+  }
+  word |= (code[2] ^ word >> 5) & kMagnitudes;
+  word |= ((code[3] ^ word >> 4) & kMagnitudes) << 9;
+  word |= ((code[2] >> 3 ^ word >> 9) & kOnes) << 14;
+  return word | ((code[3] >> 3 ^ word >> 18) & kOnes) << 13;
+}
 
 }  // namespace k3::cuda
