@@ -23,8 +23,8 @@ constexpr int kAbsorbedStages = 2;
 constexpr int kAbsorbedGroupBytes = 8 * 128 * kAbsorbedColumns;  // of 8 lines, which lie together: column by column
 // Warpgroups: 0 and 1 sum values, 2 makes scores, 3 copies.
 constexpr int kAbsorbedThreads = 512;
-// Named barriers: of the scoring warpgroup; queries are there; sums of the softmax are there.
-constexpr int kScoreBarrier = 1, kQueryBarrier = 2, kScaleBarrier = 3;
+// Named barriers: of the scoring warpgroup; queries are there.
+constexpr int kScoreBarrier = 1, kQueryBarrier = 2;
 
 template <int kRows>
 struct AbsorbedShared {
@@ -37,8 +37,10 @@ struct AbsorbedShared {
   float scale[kRows];
   int limit[kRows];  // keys that a row sees
   // Full: the copying threads, or the copy engine. Scored: the scoring threads. Empty, summed: the summing warps.
+  // Scaled: the lanes that write `scale`.
   uint64_t full[kAbsorbedStages], empty[kAbsorbedStages];
   uint64_t scored[kTurns], summed[kTurns];
+  uint64_t scaled;
 };
 
 struct AbsorbedArgs {
@@ -254,6 +256,7 @@ __device__ __forceinline__ void ScoreAbsorbed(AbsorbedShared<kRows>& s, const Ab
       s.scale[row] = total > 0 ? 1.0f / total : 0.0f;
       if (lse != nullptr && row < rows) lse[row * lse_step] = total > 0 ? top[i] + log2f(total) : -INFINITY;
     }
+    BarrierArrive(&s.scaled);
   }
 }
 
@@ -329,6 +332,7 @@ __global__ void __launch_bounds__(kAbsorbedThreads, 1)
       BarrierInit(&s.scored[i], 128);
       BarrierInit(&s.summed[i], 8);
     }
+    BarrierInit(&s.scaled, 32);
     BarrierInitFence();
   }
   __syncthreads();
@@ -371,13 +375,12 @@ __global__ void __launch_bounds__(kAbsorbedThreads, 1)
     if constexpr (kRows > 32) GiveRegisters<104>();
     ScoreAbsorbed(s, args, key_begin, key_end, args.splits > 1 ? args.partial_lse + slot : nullptr, args.splits,
                   tile.count);
-    NamedBarrierArrive(kScaleBarrier, 384);
     return;
   }
   if constexpr (kRows > 32) TakeRegisters<184>();
   float out[4][kRows / 2];
   SumAbsorbed(s, (key_end - key_begin + kAbsorbedKeys - 1) / kAbsorbedKeys, out);
-  NamedBarrierSync(kScaleBarrier, 384);
+  BarrierWait(&s.scaled, 0);
   const int g = lane / 4, t = lane % 4;
   const int column = 256 * role + threadIdx.x / 32 % 4 * 16 + g;  // and + 8, and + 64 m
 #pragma unroll
