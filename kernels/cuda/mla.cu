@@ -4,6 +4,7 @@
 #include "kernels/cuda/mla.cuh"
 #include "kernels/cuda/mla_absorbed.cuh"
 #include "kernels/cuda/mla_prefill.cuh"
+#include "kernels/cuda/mla_project.cuh"
 #include "kernels/cuda/op_table.h"
 #include "kernels/cuda/tensor_map.h"
 #include "kernels/cuda/weights.h"
@@ -14,7 +15,8 @@ namespace {
 constexpr int64_t kBlockBytes = int64_t{64} << 20;  // latent queries of the tokens that are worked on together
 constexpr int kMaxSplits = 512;
 constexpr int64_t kMaxPages = 1 << 24;                  // more than any memory holds
-constexpr int64_t kVectorTokens = 4;                    // up to so many tokens products are matrix-vector products
+constexpr int64_t kVectorTokens = 4;                    // up to so many tokens projections are matrix-vector kernels,
+constexpr int64_t kProjectTokens = 128;                 // and up to so many kernels of tiles
 constexpr int64_t kExpandQueries = 160;                 // from so many on a sequence's keys and values are expanded
 constexpr int64_t kExpandedBytes = int64_t{512} << 20;  // of the keys that are expanded together
 constexpr int64_t kCarryBytes = int64_t{128} << 20;     // of the queries whose softmax is carried over blocks of keys
@@ -50,7 +52,7 @@ int64_t CarryQueries(int64_t tokens, int64_t heads) {
 struct MlaScratch {
   void* latent_q;      // [block tokens, heads, latent] act
   void* latent_out;    // the same
-  float* partial;      // [multiprocessors][64, latent]: tiles * splits is at most that where splits > 1
+  bf16* partial;       // [multiprocessors][64, latent]: tiles * splits is at most that where splits > 1
   float* partial_lse;  // [multiprocessors][64]
   // Expanded keys and values: sequences of at least kExpandQueries tokens.
   int* counter;           // 1
@@ -72,7 +74,7 @@ struct MlaScratch {
     latent_q = take(block);
     latent_out = take(block);
     const int64_t pieces = device.multiprocessors;
-    partial = static_cast<float*>(take(pieces * kMlaTileRows * latent * 4));
+    partial = static_cast<bf16*>(take(pieces * kMlaTileRows * latent * 2));
     partial_lse = static_cast<float*>(take(pieces * kMlaTileRows * 4));
     if (device.act == DType::kBF16 && !device.batch_invariant && tokens >= kExpandQueries) {
       const int64_t keys = ExpandKeys(context, heads);
@@ -183,28 +185,42 @@ void AttendAbsorbed(const Device& device, const MlaAttentionParams& p, const Mla
          queue, "MlaCombine", args, *p.batch);
 }
 
-// The absorbed form for a handful of tokens, the gate included.
-void AttendVectors(const Device& device, const MlaAttentionParams& p, const CudaLatentProjection& projection,
-                   const MlaRows& rows, const MlaScratch& scratch, cudaStream_t queue) {
+// The absorbed form for few tokens in kernels of its own, the gate included.
+void AttendFew(const Device& device, const MlaAttentionParams& p, const CudaLatentProjection& projection,
+               const MlaRows& rows, const MlaScratch& scratch, cudaStream_t queue) {
   const AbsorbedArgs args = MakeAbsorbed(device, p, rows, scratch);
   const bf16* kv_b = static_cast<const bf16*>(projection.data());
-  const int head_rows = p.nope_dim + p.value_dim;
+  const int head_rows = p.nope_dim + p.value_dim, query_dim = p.nope_dim + p.rope_dim;
+  bf16* latent_q = static_cast<bf16*>(scratch.latent_q);
   const unsigned heads = static_cast<unsigned>(p.heads),
-                 tokens = static_cast<unsigned>(rows.token_end - rows.token_begin);
-  Launch(&MlaLatentQueryKernel,
-         {.grid = dim3(heads, tokens, kAbsorbedLatent / kLatentColumns),
-          .block = dim3(kLatentThreads),
-          .shared = 8 * kLatentColumns * sizeof(float)},
-         queue, "MlaLatentQuery", args.q, p.nope_dim + p.rope_dim, kv_b, head_rows, rows.token_begin,
-         static_cast<bf16*>(scratch.latent_q));
+                 tokens = static_cast<unsigned>(rows.token_end - rows.token_begin),
+                 tiles = static_cast<unsigned>(CeilDiv(tokens, kTileTokens));
+  const bool vectors = tokens <= kVectorTokens;
+  if (vectors) {
+    Launch(&MlaLatentQueryKernel,
+           {.grid = dim3(heads, tokens, kAbsorbedLatent / kLatentColumns),
+            .block = dim3(kLatentThreads),
+            .shared = 8 * kLatentColumns * sizeof(float)},
+           queue, "MlaLatentQuery", args.q, query_dim, kv_b, head_rows, rows.token_begin, latent_q);
+  } else {
+    Launch(&MlaLatentQueryTileKernel,
+           {.grid = dim3(heads, kAbsorbedLatent / kLatentTileColumns, tiles), .block = dim3(kLatentTileThreads)}, queue,
+           "MlaLatentQuery", args.q, query_dim, kv_b, head_rows, rows.token_begin, static_cast<int>(tokens), latent_q);
+  }
   LaunchAbsorbed(args, *p.batch, TileRows(*p.batch, rows), true, queue);
-  Launch(&MlaFinishRowKernel,
-         {.grid = dim3(heads * kFinishBlocks, tokens),
-          .block = dim3(kFinishThreads),
-          .shared = sizeof(FinishShared),
+  Launch(vectors ? &MlaFinishRowKernel : &MlaFinishTileKernel,
+         {.grid = dim3(heads * kFinishBlocks, vectors ? tokens : tiles),
+          .block = dim3(vectors ? kFinishThreads : kFinishTileThreads),
+          .shared = vectors ? sizeof(FinishShared) : sizeof(FinishTileShared),
           .cluster = kFinishBlocks,
           .early = true},
-         queue, "MlaFinishRow", args, *p.batch, kv_b, head_rows, AsMatrix<const bf16>(p.gate), AsMatrix<bf16>(p.out));
+         queue, "MlaFinish", args, *p.batch, kv_b, head_rows, AsMatrix<const bf16>(p.gate), AsMatrix<bf16>(p.out));
+}
+
+// Whether all rows lie as the projections of tiles want them.
+bool ProjectsTiles(const MlaAttentionParams& p) {
+  return RowsAligned16(p.q) && p.out.ld % 4 == 0 && Aligned(p.out.data, 8) &&
+         (!p.gate || (p.gate.ld % 4 == 0 && Aligned(p.gate.data, 8)));
 }
 
 // Rows of packed tokens [begin, end) in tiles that never hold two sequences.
@@ -391,11 +407,12 @@ void MlaAttention(const Device& device, const MlaAttentionParams& p, cudaStream_
   const bool expandable = fast && !device.batch_invariant && p.nope_dim == kPrefillNope &&
                           p.value_dim == kPrefillValue && RowsAligned16(p.q) && p.out.ld % 2 == 0 &&
                           Aligned(p.out.data, 4);
-  // All of the step at once, sequences alike: the decode of few sequences.
-  if (fast && !device.batch_invariant && batch.num_tokens <= kVectorTokens && p.nope_dim == kPrefillNope &&
-      p.value_dim == kPrefillValue) {
+  // All of the step at once, sequences alike: decode.
+  if (fast && !device.batch_invariant && p.nope_dim == kPrefillNope && p.value_dim == kPrefillValue &&
+      (batch.num_tokens <= kVectorTokens || (batch.num_tokens <= kProjectTokens && ProjectsTiles(p)))) {
     const MlaRows rows = MakeRows(batch, 0, batch.num_tokens, p.heads);
-    if (rows.tiles_per_sequence > 0) return AttendVectors(device, p, *projection, rows, scratch, queue);
+    const bool few_splits = batch.num_tokens <= kVectorTokens || Splits(device, rows.tiles) <= kMaxTileSplits;
+    if (rows.tiles_per_sequence > 0 && few_splits) return AttendFew(device, p, *projection, rows, scratch, queue);
   }
   const auto is_long = [&](int s) {
     return expandable && batch.host_token_begin[s + 1] - batch.host_token_begin[s] >= kExpandQueries;

@@ -23,8 +23,9 @@ constexpr int kAbsorbedStages = 2;
 constexpr int kAbsorbedGroupBytes = 8 * 128 * kAbsorbedColumns;  // of 8 lines, which lie together: column by column
 // Warpgroups: 0 and 1 sum values, 2 makes scores, 3 copies.
 constexpr int kAbsorbedThreads = 512;
-// Named barriers: of the scoring warpgroup; queries are there.
-constexpr int kScoreBarrier = 1, kQueryBarrier = 2;
+// Named barriers: of the scoring warpgroup; queries are there; of a summing warpgroup, its sums lie in shared memory.
+constexpr int kScoreBarrier = 1, kQueryBarrier = 2, kStagedBarrier = 3;
+constexpr int kAbsorbedStaged = kAbsorbedLatent + 8;  // elements from row to row of sums on their way out
 
 template <int kRows>
 struct AbsorbedShared {
@@ -54,7 +55,7 @@ struct AbsorbedArgs {
   float scale_log2;   // score scale times log2(e)
   int splits;
   bf16* latent_out;    // [rows, 512], when there is one split
-  float* partial;      // [tiles, 64, splits, 512] otherwise: normalised outputs
+  bf16* partial;       // [tiles, 64, splits, 512] otherwise: normalised outputs
   float* partial_lse;  // [tiles, 64, splits]: base-2 logarithm of the sum, -inf where a split has no key
 };
 
@@ -381,27 +382,33 @@ __global__ void __launch_bounds__(kAbsorbedThreads, 1)
   float out[4][kRows / 2];
   SumAbsorbed(s, (key_end - key_begin + kAbsorbedKeys - 1) / kAbsorbedKeys, out);
   BarrierWait(&s.scaled, 0);
-  const int g = lane / 4, t = lane % 4;
-  const int column = 256 * role + threadIdx.x / 32 % 4 * 16 + g;  // and + 8, and + 64 m
+  // Through the memory of the queries, which nobody reads any more, so that whole lines are stored.
+  bf16* staged = reinterpret_cast<bf16*>(s.q) + 256 * role;
+  const int t = lane % 4, warp = threadIdx.x / 32 % 4;
 #pragma unroll
-  for (int j = 0; j < kRows / 4; ++j) {
-    const int r = j / 2 * 8 + 2 * t + j % 2;
-    if (r >= tile.count) continue;
-    const float scale = s.scale[r];
-    bf16* latent_out = args.latent_out + static_cast<int64_t>(tile.row + r) * kAbsorbedLatent + column;
-    float* partial = args.partial + (slot + static_cast<int64_t>(r) * args.splits) * kAbsorbedLatent + column;
+  for (int j = 0; j < kRows / 8; j += 2) {
+    float scale[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scale[i] = s.scale[8 * (j + i / 2) + 2 * t + i % 2];
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
+      uint32_t fragment[4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float x = out[m][j / 2 * 4 + j % 2 + 2 * i] * scale;
-        if (args.splits == 1) {
-          latent_out[64 * m + 8 * i] = FromFloat<bf16>(x);
-        } else {
-          partial[64 * m + 8 * i] = x;
-        }
+      for (int i = 0; i < 4; ++i) {
+        fragment[i] =
+            PackBf16(out[m][4 * j + 2 * i] * scale[i / 2 * 2], out[m][4 * j + 2 * i + 1] * scale[i / 2 * 2 + 1]);
       }
+      StoreMatrix4Transposed(
+          staged + (8 * (j + lane / 16) + lane % 8) * kAbsorbedStaged + 64 * m + 16 * warp + lane / 8 % 2 * 8,
+          fragment);
     }
+  }
+  NamedBarrierSync(kStagedBarrier + role, 128);
+  bf16* to = args.splits == 1 ? args.latent_out + static_cast<int64_t>(tile.row) * kAbsorbedLatent
+                              : args.partial + slot * kAbsorbedLatent;
+  for (int r = warp; r < tile.count; r += 4) {
+    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(r) * args.splits * kAbsorbedLatent + 256 * role + 8 * lane) =
+        *reinterpret_cast<const uint4*>(staged + r * kAbsorbedStaged + 8 * lane);
   }
 }
 
@@ -412,6 +419,14 @@ __device__ __forceinline__ int AbsorbedSplits(const AbsorbedArgs& args, const Se
   const int keys = batch.position[last] + 1;
   const int split_keys = AbsorbedSplitKeys(keys, args.splits);
   return (keys + split_keys - 1) / split_keys;
+}
+
+// sum += scale * (four bf16).
+__device__ __forceinline__ void AddScaled(float4& sum, float scale, uint2 x) {
+  sum.x = fmaf(scale, LowBf16(x.x), sum.x);
+  sum.y = fmaf(scale, HighBf16(x.x), sum.y);
+  sum.z = fmaf(scale, LowBf16(x.y), sum.z);
+  sum.w = fmaf(scale, HighBf16(x.y), sum.w);
 }
 
 constexpr int kCombineThreads = 128;
@@ -442,186 +457,14 @@ __global__ void __launch_bounds__(kCombineThreads) MlaCombineKernel(AbsorbedArgs
   sum = WarpSum(sum);
   __syncthreads();
   float4 out = {};
-  const float4* from = reinterpret_cast<const float4*>(args.partial + slot * kAbsorbedLatent) + threadIdx.x;
+  const uint2* from = reinterpret_cast<const uint2*>(args.partial + slot * kAbsorbedLatent) + threadIdx.x;
 #pragma unroll 4
-  for (int i = 0; i < splits; ++i) {
-    const float4 x = from[i * (kAbsorbedLatent / 4)];
-    out.x = fmaf(weight[i], x.x, out.x);
-    out.y = fmaf(weight[i], x.y, out.y);
-    out.z = fmaf(weight[i], x.z, out.z);
-    out.w = fmaf(weight[i], x.w, out.w);
-  }
+  for (int i = 0; i < splits; ++i) AddScaled(out, weight[i], from[i * (kAbsorbedLatent / 4)]);
   const float scale = 1.0f / sum;
   uint2* to =
       reinterpret_cast<uint2*>(args.latent_out + static_cast<int64_t>(tile.row + blockIdx.x) * kAbsorbedLatent) +
       threadIdx.x;
   *to = {PackBf16(out.x * scale, out.y * scale), PackBf16(out.z * scale, out.w * scale)};
-}
-
-// For a handful of tokens the products with the projection are matrix-vector products, bound by latency.
-
-constexpr int kLatentThreads = 128;
-constexpr int kLatentColumns = 128;  // of a block
-
-// latent_q[row] = q_nope Wuk. Grid (heads, tokens, latent / kLatentColumns): thread (group, octet) takes 16 inputs of 8
-// columns.
-__global__ void __launch_bounds__(kLatentThreads)
-    MlaLatentQueryKernel(Matrix<const bf16> q, int query_dim, const bf16* kv_b, int head_rows, int token_begin,
-                         bf16* latent_q) {
-  constexpr int kNope = 128, kGroups = 8;
-  float* sums = DynamicShared<float>();  // [kGroups][kLatentColumns]
-  GridDependencyRelease();
-  const int head = blockIdx.x, octet = threadIdx.x % 16, group = threadIdx.x / 16;
-  const int column = blockIdx.z * kLatentColumns + 8 * octet;
-  const bf16* weights =
-      kv_b + (static_cast<int64_t>(head) * head_rows + group * (kNope / kGroups)) * kAbsorbedLatent + column;
-  uint4 w[kNope / kGroups];
-#pragma unroll
-  for (int k = 0; k < kNope / kGroups; ++k) w[k] = LoadStreaming16(weights + k * kAbsorbedLatent);
-  const bf16* query = q.Row(token_begin + blockIdx.y) + head * query_dim + group * (kNope / kGroups);
-  float sum[8] = {};
-#pragma unroll
-  for (int k = 0; k < kNope / kGroups; ++k) {
-    const float x = ToFloat(query[k]);
-    const uint32_t pairs[4] = {w[k].x, w[k].y, w[k].z, w[k].w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum[2 * i] = fmaf(x, LowBf16(pairs[i]), sum[2 * i]);
-      sum[2 * i + 1] = fmaf(x, HighBf16(pairs[i]), sum[2 * i + 1]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sums[group * kLatentColumns + 8 * octet + i] = sum[i];
-  __syncthreads();
-  float total = 0;
-#pragma unroll
-  for (int g = 0; g < kGroups; ++g) total += sums[g * kLatentColumns + threadIdx.x];
-  const int64_t row = static_cast<int64_t>(blockIdx.y) * gridDim.x + head;
-  latent_q[row * kAbsorbedLatent + blockIdx.z * kLatentColumns + threadIdx.x] = FromFloat<bf16>(total);
-}
-
-constexpr int kFinishThreads = 512;
-constexpr int kFinishWarps = kFinishThreads / 32;
-constexpr int kFinishBlocks = 4;  // of a cluster; each takes 128 columns of the latent
-constexpr int kFinishLoads = 9;   // splits of a warp that are on their way together
-constexpr int kFinishValue = 128;
-
-struct FinishShared {
-  float latent[kFinishWarps][128];  // by warp, then their sums in the first
-  float sum[kFinishBlocks][kFinishValue];
-};
-
-// out = (combined splits) Wuv^T times the gate, if there is one: a cluster a (head, token). Grid (heads *
-// kFinishBlocks, tokens); args.rows.tiles_per_sequence > 0.
-__global__ void __launch_bounds__(kFinishThreads)
-    MlaFinishRowKernel(AbsorbedArgs args, SequenceBatch batch, const bf16* kv_b, int head_rows, Matrix<const bf16> gate,
-                       Matrix<bf16> out) {
-  constexpr int kRows = kFinishValue / (kFinishThreads / 16);  // of 16 lanes
-  FinishShared& s = *DynamicShared<FinishShared>();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, octet = threadIdx.x % 16;
-  const int head = blockIdx.x / kFinishBlocks, part = blockIdx.x % kFinishBlocks;
-  const int token = args.rows.token_begin + blockIdx.y;
-  ClusterArrive();
-  // The weights of the lanes' rows are on their way while the splits are combined.
-  uint4 w[kRows];
-  const int first_row = threadIdx.x / 16 * kRows;
-  const bf16* weights =
-      kv_b + (static_cast<int64_t>(head) * head_rows + args.nope_dim + first_row) * kAbsorbedLatent + 128 * part;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) w[r] = LoadStreaming16(weights + r * kAbsorbedLatent + 8 * octet);
-  if (args.splits == 1) {
-    GridDependencyWait();
-    if (threadIdx.x < 128) {
-      const int64_t row = static_cast<int64_t>(blockIdx.y) * args.rows.heads + head;
-      s.latent[0][threadIdx.x] = ToFloat(args.latent_out[row * kAbsorbedLatent + 128 * part + threadIdx.x]);
-    }
-  } else {
-    const int sequence = batch.sequence_of_token[token];
-    MlaTile tile{};
-    const int rows = MlaSequenceRows(args.rows, batch, sequence, tile.row);
-    const int row = (token - args.rows.token_begin) * args.rows.heads + head - tile.row;  // within the sequence
-    const int index = row / kMlaTileRows;
-    tile.row += index * kMlaTileRows;
-    tile.count = min(kMlaTileRows, rows - index * kMlaTileRows);
-    const int splits = AbsorbedSplits(args, batch, tile);
-    const int64_t slot =
-        (static_cast<int64_t>(sequence * args.rows.tiles_per_sequence + index) * kMlaTileRows + row % kMlaTileRows) *
-        args.splits;
-    const float* lse = args.partial_lse + slot;
-    const float* from = args.partial + slot * kAbsorbedLatent + 128 * part + 4 * lane;
-    float4 x[kFinishLoads];
-    float share[kFinishLoads];
-    const auto load = [&](int first) {
-#pragma unroll
-      for (int i = 0; i < kFinishLoads; ++i) {
-        const int split = first + kFinishWarps * i;
-        x[i] = split < splits ? *reinterpret_cast<const float4*>(from + static_cast<int64_t>(split) * kAbsorbedLatent)
-                              : float4{};
-        share[i] = split < splits ? lse[split] : -INFINITY;
-      }
-    };
-    GridDependencyWait();
-    load(warp);
-    float top = -INFINITY;
-    for (int i = lane; i < splits; i += 32) top = fmaxf(top, lse[i]);
-    top = WarpMax(top);
-    float sum = 0;
-    for (int i = lane; i < splits; i += 32) sum += Exp2(lse[i] - top);
-    sum = WarpSum(sum);
-    float4 total = {};
-    for (int first = warp;;) {
-#pragma unroll
-      for (int i = 0; i < kFinishLoads; ++i) {
-        const float weight = Exp2(share[i] - top);
-        total.x = fmaf(weight, x[i].x, total.x);
-        total.y = fmaf(weight, x[i].y, total.y);
-        total.z = fmaf(weight, x[i].z, total.z);
-        total.w = fmaf(weight, x[i].w, total.w);
-      }
-      first += kFinishWarps * kFinishLoads;
-      if (first >= splits) break;
-      load(first);
-    }
-    const float scale = 1.0f / sum;
-    *reinterpret_cast<float4*>(&s.latent[warp][4 * lane]) = {total.x * scale, total.y * scale, total.z * scale,
-                                                             total.w * scale};
-    __syncthreads();
-    if (threadIdx.x < 128) {
-      float column = 0;
-#pragma unroll
-      for (int i = 0; i < kFinishWarps; ++i) column += s.latent[i][threadIdx.x];
-      s.latent[0][threadIdx.x] = column;
-    }
-  }
-  __syncthreads();
-  float latent[8], sums[kRows] = {};
-  LoadFloats(&s.latent[0][8 * octet], latent);
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const uint32_t pairs[4] = {w[r].x, w[r].y, w[r].z, w[r].w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sums[r] = fmaf(latent[2 * i], LowBf16(pairs[i]), sums[r]);
-      sums[r] = fmaf(latent[2 * i + 1], HighBf16(pairs[i]), sums[r]);
-    }
-  }
-  WarpSumEachStep<kRows, kRows / 2>(sums, lane);  // lane l holds row l % kRows
-#pragma unroll
-  for (int distance = kRows; distance < 16; distance *= 2) {
-    sums[0] += __shfl_xor_sync(kAllLanes, sums[0], distance);
-  }
-  ClusterWait();
-  if (octet < kRows) InBlock(&s, 0)->sum[part][first_row + octet] = sums[0];
-  ClusterArrive();
-  ClusterWait();
-  if (part == 0 && threadIdx.x < kFinishValue) {
-    float total = 0;
-#pragma unroll
-    for (int i = 0; i < kFinishBlocks; ++i) total += s.sum[i][threadIdx.x];
-    const int64_t column = static_cast<int64_t>(head) * kFinishValue + threadIdx.x;
-    const float scale = gate.data != nullptr ? Sigmoid(ToFloat(gate.Row(token)[column])) : 1.0f;
-    out.Row(token)[column] = FromFloat<bf16>(total * scale);
-  }
 }
 
 }  // namespace k3::cuda
