@@ -200,12 +200,16 @@ void AttendFew(const Device& device, const MlaAttentionParams& p, const CudaLate
     Launch(&MlaLatentQueryKernel,
            {.grid = dim3(heads, tokens, kAbsorbedLatent / kLatentColumns),
             .block = dim3(kLatentThreads),
-            .shared = 8 * kLatentColumns * sizeof(float)},
+            .shared = 8 * kLatentColumns * sizeof(float),
+            .early = true},
            queue, "MlaLatentQuery", args.q, query_dim, kv_b, head_rows, rows.token_begin, latent_q);
   } else {
     Launch(&MlaLatentQueryTileKernel,
-           {.grid = dim3(heads, kAbsorbedLatent / kLatentTileColumns, tiles), .block = dim3(kLatentTileThreads)}, queue,
-           "MlaLatentQuery", args.q, query_dim, kv_b, head_rows, rows.token_begin, static_cast<int>(tokens), latent_q);
+           {.grid = dim3(heads, kAbsorbedLatent / kLatentTileColumns, tiles),
+            .block = dim3(kLatentTileThreads),
+            .early = true},
+           queue, "MlaLatentQuery", args.q, query_dim, kv_b, head_rows, rows.token_begin, static_cast<int>(tokens),
+           latent_q);
   }
   LaunchAbsorbed(args, *p.batch, TileRows(*p.batch, rows), true, queue);
   Launch(vectors ? &MlaFinishRowKernel : &MlaFinishTileKernel,

@@ -41,7 +41,6 @@ __global__ void __launch_bounds__(kLatentThreads)
                          bf16* latent_q) {
   constexpr int kNope = 128, kGroups = 8;
   float* sums = DynamicShared<float>();  // [kGroups][kLatentColumns]
-  GridDependencyRelease();
   const int head = blockIdx.x, octet = threadIdx.x % 16, group = threadIdx.x / 16;
   const int column = blockIdx.z * kLatentColumns + 8 * octet;
   const bf16* weights =
@@ -49,6 +48,8 @@ __global__ void __launch_bounds__(kLatentThreads)
   uint4 w[kNope / kGroups];
 #pragma unroll
   for (int k = 0; k < kNope / kGroups; ++k) w[k] = LoadStreaming16(weights + k * kAbsorbedLatent);
+  GridDependencyWait();
+  GridDependencyRelease();  // not before: the next kernel reads lines at once
   const bf16* query = q.Row(token_begin + blockIdx.y) + head * query_dim + group * (kNope / kGroups);
   float sum[8] = {};
 #pragma unroll
@@ -92,6 +93,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, octet = threadIdx.x % 16;
   const int head = blockIdx.x / kFinishBlocks, part = blockIdx.x % kFinishBlocks;
   const int token = args.rows.token_begin + blockIdx.y;
+  GridDependencyRelease();
   ClusterArrive();
   // The weights of the lanes' rows are on their way while the splits are combined.
   uint4 w[kRows];
@@ -192,7 +194,6 @@ __global__ void __launch_bounds__(kLatentTileThreads)
     MlaLatentQueryTileKernel(Matrix<const bf16> q, int query_dim, const bf16* kv_b, int head_rows, int token_begin,
                              int tokens, bf16* latent_q) {
   constexpr int kNope = 128;
-  GridDependencyRelease();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.x, heads = gridDim.x;
   // Column 8 g + j of the warp is column g of its product j.
@@ -204,6 +205,8 @@ __global__ void __launch_bounds__(kLatentTileThreads)
 #pragma unroll
     for (int k = 0; k < 8; ++k) w[i][k] = *reinterpret_cast<const uint4*>(weights + (32 * i + k) * kAbsorbedLatent);
   }
+  GridDependencyWait();
+  GridDependencyRelease();                                         // not before: the next kernel reads lines at once
   const int token = blockIdx.z * kTileTokens + warp / 2 * 16 + g;  // and + 8
   uint4 x[2][kNope / 32];
 #pragma unroll
@@ -272,6 +275,7 @@ __global__ void __launch_bounds__(kFinishTileThreads)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.x / kFinishBlocks, part = blockIdx.x % kFinishBlocks;
   const int tokens = args.rows.token_end - args.rows.token_begin, first = blockIdx.y * kTileTokens;
+  GridDependencyRelease();
   ClusterArrive();
   // A warp multiplies with the weights of 16 values.
   uint4 w[2][4];
