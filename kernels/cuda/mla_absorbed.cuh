@@ -23,6 +23,9 @@ constexpr int kAbsorbedStages = 2;
 constexpr int kAbsorbedGroupBytes = 8 * 128 * kAbsorbedColumns;  // of 8 lines, which lie together: column by column
 // Warpgroups: 0 and 1 sum values, 2 makes scores, 3 copies.
 constexpr int kAbsorbedThreads = 512;
+// For the compiler: 80 registers a thread of small tiles, so that the kernels before and after find room beside them.
+template <int kRows>
+constexpr int kAbsorbedBound = kRows == 32 ? 768 : kAbsorbedThreads;
 // Named barriers: of the scoring warpgroup; queries are there; of a summing warpgroup, its sums lie in shared memory.
 constexpr int kScoreBarrier = 1, kQueryBarrier = 2, kStagedBarrier = 3;
 constexpr int kAbsorbedStaged = kAbsorbedLatent + 8;  // elements from row to row of sums on their way out
@@ -310,9 +313,10 @@ __device__ __forceinline__ void SumAbsorbed(AbsorbedShared<kRows>& s, int steps,
 
 // Grid (tiles, splits); tiles of at most kRows rows. `boxes`: the pages as LineBoxes, used if args.boxes.
 template <int kRows>
-__global__ void __launch_bounds__(kAbsorbedThreads, 1)
+__global__ void __launch_bounds__(kAbsorbedBound<kRows>, 1)
     MlaAbsorbedKernel(const __grid_constant__ CUtensorMap boxes, AbsorbedArgs args, SequenceBatch batch) {
   AbsorbedShared<kRows>& s = *DynamicShared<AbsorbedShared<kRows>>();
+  GridDependencyRelease();
   const int lane = threadIdx.x % 32;
   const MlaTile tile = FindMlaTile(args.rows, batch, blockIdx.x, lane);
   const int heads = args.rows.heads;
@@ -339,12 +343,11 @@ __global__ void __launch_bounds__(kAbsorbedThreads, 1)
   __syncthreads();
   const int role = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
   if (role == 3) {
-    if constexpr (kRows > 32) GiveRegisters<40>();
+    GiveRegisters<kRows == 32 ? 24 : 40>();
     CopyAbsorbedLines(s, boxes, args, batch, tile.sequence, key_begin, key_end);
     return;
   }
   GridDependencyWait();  // lines and tables are older than the launch before
-  GridDependencyRelease();
   // Queries: latent parts, then rope parts, zeros for rows that do not exist.
   const int piece = threadIdx.x % 8;
   for (int r = threadIdx.x / 8; r < kRows; r += 48) {
@@ -373,12 +376,16 @@ __global__ void __launch_bounds__(kAbsorbedThreads, 1)
 
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kMlaTileRows * args.splits + blockIdx.y;  // of row 0
   if (role == 2) {
-    if constexpr (kRows > 32) GiveRegisters<104>();
+    if constexpr (kRows == 32) {
+      TakeRegisters<88>();
+    } else {
+      GiveRegisters<104>();
+    }
     ScoreAbsorbed(s, args, key_begin, key_end, args.splits > 1 ? args.partial_lse + slot : nullptr, args.splits,
                   tile.count);
     return;
   }
-  if constexpr (kRows > 32) TakeRegisters<184>();
+  TakeRegisters<kRows == 32 ? 104 : 184>();
   float out[4][kRows / 2];
   SumAbsorbed(s, (key_end - key_begin + kAbsorbedKeys - 1) / kAbsorbedKeys, out);
   BarrierWait(&s.scaled, 0);

@@ -72,10 +72,11 @@ __global__ void __launch_bounds__(kLatentThreads)
   latent_q[row * kAbsorbedLatent + blockIdx.z * kLatentColumns + threadIdx.x] = FromFloat<bf16>(total);
 }
 
-constexpr int kFinishThreads = 512;
+constexpr int kFinishBound = 640;  // for the compiler: 96 registers a thread, which are free beside the kernel before
+constexpr int kFinishThreads = 256;
 constexpr int kFinishWarps = kFinishThreads / 32;
 constexpr int kFinishBlocks = 4;  // of a cluster; each takes 128 columns of the latent
-constexpr int kFinishLoads = 9;   // splits of a warp that are on their way together
+constexpr int kFinishLoads = 17;  // splits of a warp that are on their way together
 constexpr int kFinishValue = 128;
 
 struct FinishShared {
@@ -85,7 +86,7 @@ struct FinishShared {
 
 // out = (combined splits) Wuv^T times the gate, if there is one: a cluster a (head, token). Grid (heads *
 // kFinishBlocks, tokens); args.rows.tiles_per_sequence > 0.
-__global__ void __launch_bounds__(kFinishThreads)
+__global__ void __launch_bounds__(kFinishBound, 1)
     MlaFinishRowKernel(AbsorbedArgs args, SequenceBatch batch, const bf16* kv_b, int head_rows, Matrix<const bf16> gate,
                        Matrix<bf16> out) {
   constexpr int kRows = kFinishValue / (kFinishThreads / 16);  // of 16 lanes
@@ -112,19 +113,24 @@ __global__ void __launch_bounds__(kFinishThreads)
     const auto [slot, splits] = FindPartials(args, batch, token, head);
     const float* lse = args.partial_lse + slot;
     const bf16* from = args.partial + slot * kAbsorbedLatent + 128 * part + 4 * lane;
+    constexpr int kEach = 32 / kFinishWarps;
     uint2 x[kFinishLoads];
-    float share[kFinishLoads];
+    float share[(kFinishLoads + kEach - 1) / kEach];  // of splits first + lane, + 32, ...
     const auto load = [&](int first) {
 #pragma unroll
       for (int i = 0; i < kFinishLoads; ++i) {
-        const int split = first + kFinishWarps * i;
+        const int split = first + warp + kFinishWarps * i;
         x[i] = split < splits ? *reinterpret_cast<const uint2*>(from + static_cast<int64_t>(split) * kAbsorbedLatent)
                               : uint2{};
+      }
+#pragma unroll
+      for (int i = 0; i * kEach < kFinishLoads; ++i) {
+        const int split = first + lane + 32 * i;
         share[i] = split < splits ? lse[split] : -INFINITY;
       }
     };
     GridDependencyWait();
-    load(warp);
+    load(0);
     float top = -INFINITY;
     for (int i = lane; i < splits; i += 32) top = fmaxf(top, lse[i]);
     top = WarpMax(top);
@@ -132,9 +138,13 @@ __global__ void __launch_bounds__(kFinishThreads)
     for (int i = lane; i < splits; i += 32) sum += Exp2(lse[i] - top);
     sum = WarpSum(sum);
     float4 total = {};
-    for (int first = warp;;) {
+    for (int first = 0;;) {
 #pragma unroll
-      for (int i = 0; i < kFinishLoads; ++i) AddScaled(total, Exp2(share[i] - top), x[i]);
+      for (float& part_share : share) part_share = Exp2(part_share - top);
+#pragma unroll
+      for (int i = 0; i < kFinishLoads; ++i) {
+        AddScaled(total, __shfl_sync(kAllLanes, share[i / kEach], warp + i % kEach * kFinishWarps), x[i]);
+      }
       first += kFinishWarps * kFinishLoads;
       if (first >= splits) break;
       load(first);
@@ -267,7 +277,7 @@ struct FinishTileShared {
 // columns of the latent. Grid (heads * kFinishBlocks, tokens / kTileTokens); at most
 // kMaxTileSplits splits,
 // args.rows.tiles_per_sequence > 0.
-__global__ void __launch_bounds__(kFinishTileThreads)
+__global__ void __launch_bounds__(kFinishBound, 1)
     MlaFinishTileKernel(AbsorbedArgs args, SequenceBatch batch, const bf16* kv_b, int head_rows,
                         Matrix<const bf16> gate, Matrix<bf16> out) {
   constexpr int kTokens = kTileTokens / kFinishTileWarps;  // that a warp combines

@@ -220,15 +220,17 @@ TEST_P(MlaTest, DecodesManySequencesOfUnevenLength) {
   std::vector<Sequence> sequences;
   int32_t page = 0;
   for (int64_t length : {1, 2900, 64,  65, 700, 1500, 3, 128, 2049, 1000, 1,   1,  640, 63, 1111, 2500, 2, 90,
-                         1, 200,  129, 17, 31,  64,   5, 1,   300,  8,    150, 66, 191, 40, 2,    77,   1, 260}) {
+                         1, 200,  129, 17, 31,  64,   5, 1,   300,  8,    150, 66, 191, 40, 2,    77,   1, 260,
+                         9, 70,   33,  1,  65,  2,    4, 80,  12,   1,    48,  3,  100, 7,  66,   21,   1, 5,
+                         2, 11,   130, 6,  1,   90,   3, 14,  64,   1,    2,   19, 8,   63, 1,    40,   5, 68}) {
     std::vector<int32_t> pages(static_cast<size_t>((length + s.page_size - 1) / s.page_size));
     std::iota(pages.rbegin(), pages.rend(), page);
     page += static_cast<int32_t>(pages.size());
     sequences.push_back(MakeSequence(s, length, static_cast<uint32_t>(41 + page), pages));
   }
   Pool pool(ops(), s, page, cache_dtype());
-  // Devices have kernels of their own for 32 tokens at a time and for up to 4.
-  for (const size_t count : {sequences.size(), size_t{16}, size_t{2}}) {
+  // Devices have kernels of their own for 32 tokens at a time and for up to 4, and do not split keys of very many.
+  for (const size_t count : {sequences.size(), size_t{36}, size_t{16}, size_t{2}}) {
     std::vector<const Sequence*> batch;
     std::vector<int64_t> context;
     for (size_t i = 0; i < count; ++i) {
