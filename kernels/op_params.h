@@ -341,6 +341,9 @@ struct MoeExpertsParams {
   int32_t top_k = 0;
   const ExpertWeights* experts = nullptr;
   ActivationSpec activation;
+  // The inputs of both products are rounded to MXFP8 (core/mxfp8.h), as quantisation-aware training saw them; `in` and
+  // the inner width are multiples of 32 then.
+  bool mxfp8_inputs = false;
   MatrixView out;           // [T, in] act, or F32 when partial sums are still to be reduced over ranks
   void* scratch = nullptr;  // Ops::MoeScratchBytes
 };

@@ -243,6 +243,10 @@ absl::Status EngineHost::LoadModel(const ServerConfig& config, const std::functi
   if (!model_config.ok()) return model_config.status();
   model_config->latent_norm_eps = static_cast<float>(config.latent_norm_eps);
   model_config->biased_router_weights = config.kl_router_weights == "biased";
+  if (absl::Status status = SetExpertActivations(config.expert_activations, *model_config); !status.ok()) {
+    failure->exit_code = kExitUsage;
+    return status;
+  }
 
   if (balance_.has_value()) {
     const int32_t ranks = ranks_->layout().ranks();

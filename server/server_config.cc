@@ -204,6 +204,8 @@ void AddLayoutFlags(FlagSet& flags, ServerConfig& config, std::string* gpus) {
   flags.Number("latent-norm-eps", &config.latent_norm_eps, {1e-12, 1e-2}, "epsilon of the latent norms");
   flags.Choice("kl-router-weights", &config.kl_router_weights, {"unbiased", "biased"},
                "expert weights of Kimi-Linear: from scores without or with the selection bias");
+  flags.Choice("expert-activations", &config.expert_activations, {"full", "mxfp8"},
+               "inputs of MXFP4 experts: as they are, or rounded to MXFP8 as their training saw them");
   flags.Int("random-weights", &config.random_weights_seed, {0, 9e15},
             "no checkpoint: weights drawn from this seed, shapes from config.json");
 

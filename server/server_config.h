@@ -40,6 +40,7 @@ struct ServerConfig {
   std::optional<int64_t> random_weights_seed;
   double latent_norm_eps = 1e-6;
   std::string kl_router_weights = "unbiased";
+  std::string expert_activations = "full";
 
   // Device and layout.
   std::string device = "auto";

@@ -101,6 +101,7 @@ void Combine(const LayerContext& context, int64_t rows, const MatrixView& out) {
 void RunExperts(const LayerContext& context, const MoeWeights& weights, const MatrixView& x, const MatrixView& out) {
   Workspace& ws = context.workspace;
   MoeExpertsParams params;
+  params.mxfp8_inputs = context.config.mxfp8_expert_inputs;
   params.top_k = context.config.num_experts_per_token;
   params.activation = context.config.activation;
   params.scratch = ws.scratch;

@@ -313,4 +313,12 @@ absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& dir) {
   return ParseModelConfig(text, file);
 }
 
+absl::Status SetExpertActivations(const std::string& kind, ModelConfig& config) {
+  config.mxfp8_expert_inputs = kind == "mxfp8";
+  if (!config.mxfp8_expert_inputs || config.mxfp4_experts) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      "--expert-activations mxfp8 is for experts with MXFP4 weights, which this model's config.json does not have "
+      "(quantization_config)");
+}
+
 }  // namespace k3

@@ -66,6 +66,7 @@ struct ModelConfig {
   float routed_scaling_factor = 1.0f;
   bool biased_router_weights = false;  // not in the file: --kl-router-weights
   bool mxfp4_experts = false;          // quantization_config is mxfp4-pack-quantized
+  bool mxfp8_expert_inputs = false;    // not in the file: --expert-activations
 
   // Not in the file: this configuration is one of so many tensor-parallel ranks' share (RankConfig). Heads and
   // intermediate_size are the share already; the shared experts' width is divided below, routed experts are not cut.
@@ -96,5 +97,8 @@ struct ModelConfig {
 // Reads `dir`/config.json. Errors name the field, what was expected and what is there.
 absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& dir);
 absl::StatusOr<ModelConfig> ParseModelConfig(const std::string& json_text, const std::string& file_name);
+
+// What --expert-activations says, "full" or "mxfp8", which only experts in MXFP4 have a use for: an error otherwise.
+absl::Status SetExpertActivations(const std::string& kind, ModelConfig& config);
 
 }  // namespace k3

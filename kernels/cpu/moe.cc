@@ -2,6 +2,7 @@
 #include <cstring>
 #include <string>
 
+#include "kernels/core/mxfp8.h"
 #include "kernels/core/shape_check.h"
 #include "kernels/cpu/cpu_ops.h"
 
@@ -94,9 +95,25 @@ void CpuOps::MoeExperts(const MoeExpertsParams& p, Stream) {
   CheckPointer("MoeExperts", "weights", p.weights);
   CheckPointer("MoeExperts", "scratch", p.scratch);
 
+  CheckTrue(
+      !p.mxfp8_inputs || (in % kMxfp8Group == 0 && inner % kMxfp8Group == 0), "MoeExperts",
+      "MXFP8 inputs need widths that are multiples of 32, got " + std::to_string(in) + " and " + std::to_string(inner));
+
   const MoeScratch s(p.scratch, tokens * p.top_k, weights.count, in, inner);
   const int64_t blocks = SortPicks(p, tokens, s);
   if (blocks > 0) {
+    MatrixView inputs = p.x;
+    if (p.mxfp8_inputs) {
+      // Where the experts' outputs will be.
+      inputs.data = s.out;
+      inputs.ld = in;
+      ForRows(tokens, in * 8, [&](int64_t begin, int64_t end, int) {
+        for (int64_t t = begin; t < end; ++t) {
+          std::memcpy(s.out + t * in, p.x.as<float>() + t * p.x.ld, static_cast<size_t>(in) * sizeof(float));
+          for (int64_t c = 0; c < in; c += kMxfp8Group) RoundToMxfp8(s.out + t * in + c);
+        }
+      });
+    }
     const int64_t work = std::min(kRowBlock, tokens * p.top_k / blocks) * kPanelsPerTask * PanelMatrix::kWidth;
     const int64_t up_tasks = TasksPerBlock(weights.experts[0].w1);
     ForTasks(blocks * up_tasks, work * in * 2, [&](int64_t task, int) {
@@ -109,7 +126,7 @@ void CpuOps::MoeExperts(const MoeExpertsParams& p, Stream) {
       const float* x[kRowBlock];
       float *gate[kRowBlock], *up[kRowBlock];
       for (int32_t r = 0; r < block.count; ++r) {
-        x[r] = p.x.as<float>() + s.token[block.begin + r] * p.x.ld;
+        x[r] = inputs.as<float>() + s.token[block.begin + r] * inputs.ld;
         gate[r] = s.gate + (block.begin + r) * inner + column;
         up[r] = s.inner + (block.begin + r) * inner + column;
       }
@@ -117,6 +134,8 @@ void CpuOps::MoeExperts(const MoeExpertsParams& p, Stream) {
       kernels_.gemm(expert.w3, panel_begin, panel_end, x, up, block.count, false);
       for (int32_t r = 0; r < block.count; ++r) {
         kernels_.gated_activation(gate[r], up[r], p.activation, width, up[r]);
+        // A task's columns are whole groups: panels are 32 wide.
+        for (int64_t c = 0; p.mxfp8_inputs && c < width; c += kMxfp8Group) RoundToMxfp8(up[r] + c);
       }
     });
     const int64_t down_tasks = TasksPerBlock(weights.experts[0].w2);

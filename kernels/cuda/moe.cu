@@ -5,6 +5,7 @@
 #include "kernels/cuda/moe_stream_mxfp4.cuh"
 #include "kernels/cuda/moe_tile.cuh"
 #include "kernels/cuda/moe_vector.h"
+#include "kernels/cuda/mxfp8.cuh"
 #include "kernels/cuda/op_table.h"
 #include "kernels/cuda/tensor_map.h"
 
@@ -85,6 +86,34 @@ void Plan(const CudaExperts& experts, const MoeBlock& block, const MoeScratch& s
   Launch(&MoePlanPlaceKernel, shape, queue, "MoePlanPlace", args, static_cast<const int*>(scratch.share));
 }
 
+// Rows rounded to MXFP8; `begin` and `end` as RoundRowsKernel has them.
+template <typename T>
+void RoundRows(const Matrix<const T>& from, int64_t rows, int64_t cols, const int* begin, const int* end, void* to,
+               cudaStream_t queue) {
+  const int64_t blocks = CeilDiv(rows * cols, int64_t{kRoundElements} * kRoundThreads);
+  Launch(&RoundRowsKernel<T>,
+         {.grid = dim3(static_cast<unsigned>(std::min<int64_t>(blocks, 4096))), .block = dim3(kRoundThreads)}, queue,
+         "RoundRows", from, rows, static_cast<int>(cols), begin, end, static_cast<T*>(to));
+}
+
+// What the second product of experts [first, last) reads, in place.
+template <typename T>
+void RoundInner(const CudaExperts& experts, const MoeBlock& block, const MoeScratch& scratch, int first, int last,
+                cudaStream_t queue) {
+  RoundRows<T>({static_cast<const T*>(scratch.h), experts.inner}, block.pairs(), experts.inner,
+               scratch.plan.expert_begin + first, scratch.plan.expert_begin + last, scratch.h, queue);
+}
+
+// The step's rows rounded, where the outputs of the experts will be.
+template <typename T>
+MatrixView RoundedRows(const MoeBlock& block, const MoeScratch& scratch, cudaStream_t queue) {
+  RoundRows<T>(AsMatrix<const T>(block.x), block.tokens, block.x.cols, nullptr, nullptr, scratch.y, queue);
+  MatrixView rounded = block.x;
+  rounded.data = scratch.y;
+  rounded.ld = block.x.cols;
+  return rounded;
+}
+
 template <int kTokens, int kTiles, bool kUp, int kBlocks>
 void LaunchStream(const StreamArgs& args, const PlainStream& weights, int64_t experts, cudaStream_t queue) {
   LaunchShape shape;
@@ -145,9 +174,10 @@ void Streamed(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBl
   args.activation = p.activation;
   args.in = static_cast<int>(experts.in);
   args.out = static_cast<int>(2 * experts.inner);
-  args.x = AsMatrix<const bf16>(block.x);
+  args.x = AsMatrix<const bf16>(p.mxfp8_inputs ? RoundedRows<bf16>(block, scratch, queue) : block.x);
   args.y = static_cast<bf16*>(scratch.h);
   StreamProduct<true>(experts, args, mean, active, queue);
+  if (p.mxfp8_inputs) RoundInner<bf16>(experts, block, scratch, 0, experts.count, queue);
   args.in = static_cast<int>(experts.inner);
   args.out = static_cast<int>(experts.in);
   args.x = {static_cast<const bf16*>(scratch.h), experts.inner};
@@ -176,7 +206,7 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
   const bool packed = experts.form == ExpertForm::kMxfp4;
   const int group = packed ? experts.expanded_experts : experts.count;
   const int64_t size13 = 2 * experts.inner * experts.in;
-  Launch(&MoePermuteKernel,
+  Launch(p.mxfp8_inputs ? &MoePermuteKernel<true> : &MoePermuteKernel<false>,
          {.grid = dim3(static_cast<unsigned>(block.tokens)),
           .block = dim3(static_cast<unsigned>(std::min<int64_t>(512, RoundUp(experts.in / 8, 32))))},
          queue, "MoePermute", AsMatrix<const bf16>(block.x), static_cast<const int*>(scratch.plan.pick_of), block.top_k,
@@ -209,6 +239,7 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
     args.y = static_cast<bf16*>(scratch.h);
     // The picks' rows of x lie where y will be.
     LaunchTiles<true>(device, args, w13, scratch.y, block.pairs(), queue);
+    if (p.mxfp8_inputs) RoundInner<bf16>(experts, block, scratch, first, last, queue);
     ++args.launch;
     args.in = static_cast<int>(experts.inner);
     args.out = static_cast<int>(experts.in);
@@ -224,9 +255,10 @@ void AnyOf(const MoeExpertsParams& p, const CudaExperts& experts, const Weights&
   LaunchShape shape;
   shape.block = dim3(32 * kMoeAnyWarps);
   shape.grid = dim3(static_cast<unsigned>(CeilDiv(inner, kMoeAnyWarps)), static_cast<unsigned>(block.pairs()));
-  Launch(&MoeUpAnyKernel<T, Weights>, shape, queue, "MoeUpAny", AsMatrix<const T>(block.x), w13,
-         int{experts.interleave}, p.activation, scratch.plan, int{experts.count}, in, inner,
-         static_cast<T*>(scratch.h));
+  const MatrixView x = p.mxfp8_inputs ? RoundedRows<T>(block, scratch, queue) : block.x;
+  Launch(&MoeUpAnyKernel<T, Weights>, shape, queue, "MoeUpAny", AsMatrix<const T>(x), w13, int{experts.interleave},
+         p.activation, scratch.plan, int{experts.count}, in, inner, static_cast<T*>(scratch.h));
+  if (p.mxfp8_inputs) RoundInner<T>(experts, block, scratch, 0, experts.count, queue);
   shape.grid.x = static_cast<unsigned>(CeilDiv(in, kMoeAnyWarps));
   Launch(&MoeDownAnyKernel<T, Weights>, shape, queue, "MoeDownAny", static_cast<const T*>(scratch.h), w2, scratch.plan,
          int{experts.count}, in, inner, static_cast<T*>(scratch.y));
@@ -279,6 +311,9 @@ void MoeExperts(const Device& device, const MoeExpertsParams& p, cudaStream_t qu
   K3_REQUIRE(p.top_k > 0 && p.top_k <= kMaxPairs, "top_k must be positive, is " + std::to_string(p.top_k));
   if (tokens == 0) return;
   K3_REQUIRE(p.ids && p.weights && p.scratch, "ids, weights or scratch is null");
+  K3_REQUIRE(!p.mxfp8_inputs || (in % kMxfp8Group == 0 && experts->inner % kMxfp8Group == 0),
+             "MXFP8 inputs need widths that are multiples of 32, are " + std::to_string(in) + " and " +
+                 std::to_string(experts->inner));
   K3_REQUIRE(experts->count <= kMoeMaxExperts,
              "at most " + std::to_string(kMoeMaxExperts) + " experts on a rank, are " + std::to_string(experts->count));
 

@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/group_mma.cuh"
 #include "kernels/cuda/moe.cuh"
+#include "kernels/cuda/mxfp8.cuh"
 
 // Expert products for many picks an expert, bf16, warpgroup products with both operands in shared memory. The weights
 // are the 64-row side (128 rows a block, two multiplying warpgroups), an expert's picks the other, whose width fits
@@ -288,11 +289,21 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   }
 }
 
-// to[pick of (token, j)] = x[token]; grid (tokens), a thread takes 8 elements at a time.
+// to[pick of (token, j)] = x[token], with kMxfp8 rounded to MXFP8; grid (tokens), a thread takes 8 elements at a time.
+template <bool kMxfp8>
 __global__ void MoePermuteKernel(Matrix<const bf16> x, const int* __restrict__ pick_of, int top_k, int in, bf16* to) {
   const int64_t token = blockIdx.x;
   for (int c = threadIdx.x; c < in / 8; c += blockDim.x) {
-    const uint4 piece = reinterpret_cast<const uint4*>(x.Row(token))[c];
+    uint4 piece = reinterpret_cast<const uint4*>(x.Row(token))[c];
+    if constexpr (kMxfp8) {
+      auto& elements = reinterpret_cast<bf16(&)[kRoundElements]>(piece);
+      float values[kRoundElements];
+#pragma unroll
+      for (int e = 0; e < kRoundElements; ++e) values[e] = ToFloat(elements[e]);
+      RoundToMxfp8(values);
+#pragma unroll
+      for (int e = 0; e < kRoundElements; ++e) elements[e] = FromFloat<bf16>(values[e]);
+    }
 #pragma unroll 8
     for (int j = 0; j < top_k; ++j) {
       const int pick = pick_of[token * top_k + j];

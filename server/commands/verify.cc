@@ -42,6 +42,7 @@ struct VerifyOptions {
   bool logits_hash = false;
   double latent_norm_eps = 1e-6;
   std::string kl_router_weights = "unbiased";
+  std::string expert_activations = "full";
   VerifyServerOptions server;
   bool help = false;
 };
@@ -70,6 +71,8 @@ void DeclareFlags(FlagSet& flags, VerifyOptions& options) {
   flags.Number("latent-norm-eps", &options.latent_norm_eps, {0, 1}, "eps of the MLA latent norms");
   flags.Choice("kl-router-weights", &options.kl_router_weights, {"unbiased", "biased"},
                "router weights of Kimi-Linear");
+  flags.Choice("expert-activations", &options.expert_activations, {"full", "mxfp8"},
+               "inputs of MXFP4 experts: as they are, or rounded to MXFP8 as their training saw them");
   flags.Group("Verify a running server instead of a model");
   flags.String("server", &options.server.url, "URL", "replay the HTTP contract against it, e.g. http://127.0.0.1:8000");
   flags.String("target", &options.server.target, "HOST:PORT", "replay the gRPC contract against it");
@@ -161,6 +164,10 @@ int Verify(const VerifyOptions& options, RankGroup& ranks, std::ostream& out, st
   }
   config->latent_norm_eps = static_cast<float>(options.latent_norm_eps);
   config->biased_router_weights = options.kl_router_weights == "biased";
+  if (const absl::Status set = SetExpertActivations(options.expert_activations, *config); !set.ok()) {
+    err << set.message() << "\n";
+    return kExitUsage;
+  }
   const absl::StatusOr<std::vector<GoldenPrompt>> prompts = LoadGolden(options.golden);
   if (!prompts.ok()) {
     err << prompts.status().message() << "\n";

@@ -29,6 +29,18 @@ class ExitCodesTest(unittest.TestCase):
             self.assertEqual(run(*args).returncode, 2, args)
         self.assertIn("did you mean --port?", run("serve", MODEL, "--prot", "1").stderr)
 
+    def test_expert_activations(self):
+        data = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data")
+        for args in (["serve"], ["verify", "--golden", os.path.join(data, "tiny-kimi-linear.safetensors")]):
+            result = run(*args, os.path.join(data, "tiny-kimi-linear"), "--device", "cpu", "--expert-activations", "mxfp8")
+            self.assertEqual(result.returncode, 2, result)
+            self.assertIn("--expert-activations mxfp8 is for experts with MXFP4 weights", result.stderr)
+        # Another arithmetic than the golden's: near it, and further away than rounding of fp32.
+        result = run("verify", MODEL, "--golden", os.path.join(data, "tiny-k3.safetensors"), "--device", "cpu",
+                     "--expert-activations", "mxfp8")
+        error = json.loads(result.stdout.splitlines()[-1])["max_rel_error"]
+        self.assertTrue(0.01 < error < 0.1, error)
+
     def test_keys_that_no_header_can_carry(self):
         for key in ("schl\u00fcssel", "two words", "\u00fc", " "):
             with tempfile.NamedTemporaryFile("w", encoding="utf-8") as keys:

@@ -138,19 +138,45 @@ RouterResult Router(const Doubles& logits, const Floats& bias, const RouterTopKP
   return result;
 }
 
+void RoundToMxfp8(Doubles& values) {
+  std::vector<double> magnitudes;  // of E4M3: 0, subnormals, then normal ones up to 448
+  for (int m = 0; m < 8; ++m) magnitudes.push_back(m * std::exp2(-9));
+  for (int e = -6; e <= 8; ++e) {
+    for (int m = 0; m < (e == 8 ? 7 : 8); ++m) magnitudes.push_back((1 + m / 8.0) * std::exp2(e));
+  }
+  for (size_t begin = 0; begin < values.size(); begin += 32) {
+    double largest = 0;
+    for (size_t i = begin; i < begin + 32; ++i) largest = std::max(largest, std::abs(values[i]));
+    double scale = std::exp2(-126);
+    while (largest / scale > 448) scale *= 2;
+    for (size_t i = begin; i < begin + 32; ++i) {
+      const double x = std::abs(values[i]) / scale;
+      size_t best = 0;
+      for (size_t j = 1; j < magnitudes.size(); ++j) {
+        const double gain = std::abs(magnitudes[best] - x) - std::abs(magnitudes[j] - x);
+        if (gain > 0 || (gain == 0 && j % 2 == 0)) best = j;  // an even place in the list is an even mantissa
+      }
+      values[i] = std::copysign(magnitudes[best] * scale, values[i]);
+    }
+  }
+}
+
 Doubles Moe(const Doubles& x, const std::vector<int32_t>& ids, const Doubles& weights, int32_t top_k,
             const std::vector<Expert>& experts, int32_t first, const ActivationSpec& spec, int64_t rows, int64_t in,
-            int64_t inner) {
+            int64_t inner, bool mxfp8_inputs) {
   Doubles y(static_cast<size_t>(rows * in));
   for (int64_t t = 0; t < rows; ++t) {
-    const Doubles row(x.begin() + t * in, x.begin() + (t + 1) * in);
+    Doubles row(x.begin() + t * in, x.begin() + (t + 1) * in);
+    if (mxfp8_inputs) RoundToMxfp8(row);
     for (int32_t j = 0; j < top_k; ++j) {
       const int32_t e = ids[t * top_k + j] - first;
       if (e < 0 || e >= static_cast<int32_t>(experts.size())) continue;
       Doubles gate_up = Linear(row, experts[e].w1, 1, in, inner);
       const Doubles up = Linear(row, experts[e].w3, 1, in, inner);
       gate_up.insert(gate_up.end(), up.begin(), up.end());
-      const Doubles out = Linear(GatedActivation(gate_up, spec, 1, inner), experts[e].w2, 1, inner, in);
+      Doubles activated = GatedActivation(gate_up, spec, 1, inner);
+      if (mxfp8_inputs) RoundToMxfp8(activated);
+      const Doubles out = Linear(activated, experts[e].w2, 1, inner, in);
       for (int64_t c = 0; c < in; ++c) y[t * in + c] += weights[t * top_k + j] * out[c];
     }
   }

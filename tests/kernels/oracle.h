@@ -44,7 +44,9 @@ struct Expert {
 };
 Doubles Moe(const Doubles& x, const std::vector<int32_t>& ids, const Doubles& weights, int32_t top_k,
             const std::vector<Expert>& experts, int32_t first, const ActivationSpec& spec, int64_t rows, int64_t in,
-            int64_t inner);
+            int64_t inner, bool mxfp8_inputs = false);
+// E4M3 elements under the least power of two that keeps 32 of them within 448, by search instead of by bits.
+void RoundToMxfp8(Doubles& values);
 
 // Log-decay of one channel.
 double KdaLogDecay(KdaGate kind, double lower_bound, double a_log, double z);

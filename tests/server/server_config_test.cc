@@ -177,6 +177,7 @@ TEST(ServerConfigTest, HelpNamesEveryFlag) {
                            "--[no-]batch-invariant",
                            "--latent-norm-eps",
                            "--kl-router-weights",
+                           "--expert-activations",
                            "--tensor-parallel-size",
                            "--data-parallel-size",
                            "--moe-routing",

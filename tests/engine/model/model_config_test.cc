@@ -88,6 +88,19 @@ TEST(ModelConfigTest, ReleasedShapes) {
   EXPECT_EQ(kl->max_position_embeddings, 1048576);
 }
 
+TEST(ModelConfigTest, ExpertActivationsNeedMxfp4Experts) {
+  ModelConfig k3 = *LoadModelConfig(testing::TinyK3());
+  EXPECT_FALSE(k3.mxfp8_expert_inputs);
+  EXPECT_TRUE(SetExpertActivations("mxfp8", k3).ok());
+  EXPECT_TRUE(k3.mxfp8_expert_inputs);
+  EXPECT_TRUE(SetExpertActivations("full", k3).ok());
+  EXPECT_FALSE(k3.mxfp8_expert_inputs);
+  ModelConfig plain = *LoadModelConfig(testing::TinyKimiLinear());
+  EXPECT_TRUE(SetExpertActivations("full", plain).ok());
+  const absl::Status refused = SetExpertActivations("mxfp8", plain);
+  EXPECT_NE(std::string(refused.message()).find("--expert-activations mxfp8"), std::string::npos) << refused;
+}
+
 TEST(ModelConfigTest, OtherShapesSurviveWritingAndReading) {
   ModelConfig config = testing::SmallK3Config();
   config.num_hidden_layers = 13;
