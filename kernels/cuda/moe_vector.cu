@@ -29,9 +29,9 @@ void Down(const MoeVectorArgs& args, const MoeExpertsParams& p, const CudaExpert
 }  // namespace
 
 bool TakesMoeVector(const Device& device, const MoeExpertsParams& params, const CudaExperts& experts) {
-  return device.act == DType::kBF16 && !device.batch_invariant && !params.mxfp8_inputs && params.x.rows <= kMostTokens && experts.count > 0 &&
-         experts.form == ExpertForm::kPlain && experts.interleave == 8 && experts.in % 8 == 0 &&
-         RowsAligned16(params.x);
+  return device.act == DType::kBF16 && !device.batch_invariant && !params.mxfp8_inputs &&
+         params.x.rows <= kMostTokens && experts.count > 0 && experts.form == ExpertForm::kPlain &&
+         experts.interleave == 8 && experts.in % 8 == 0 && RowsAligned16(params.x);
 }
 
 void MoeVector(const MoeExpertsParams& params, const CudaExperts& experts, void* h, cudaStream_t queue) {
