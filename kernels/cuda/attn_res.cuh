@@ -203,9 +203,14 @@ __global__ void __launch_bounds__(kAttnResThreads / kBlocks, kBlocks == 2 ? 2 : 
       ClusterWait();
     }
   };
+  // A block that holds a whole row has registers for the norm's weights once its sums are done.
+  const auto load_norm_weight = [&] {
+    if (kBlocks == 1 && active) LoadFloats<N>(args.norm_weight + column, norm_weight);
+  };
   if constexpr (kBlocks > 1) ClusterWait();  // the other blocks have started
   float mix[N];
   if (args.sources == 1) {
+    load_norm_weight();
 #pragma unroll
     for (int i = 0; i < N; ++i) mix[i] = source[0][i];
   } else {
@@ -217,6 +222,7 @@ __global__ void __launch_bounds__(kAttnResThreads / kBlocks, kBlocks == 2 ? 2 : 
     for (int group = 0; group < (kSources + 3) / 4; ++group) {
       if (lane < 8) tell(&s.partial[warp][8 * group + lane], sums[group]);
     }
+    load_norm_weight();
     meet();
     if (threadIdx.x < 32) AttnResWeights<kSources>(s, warps, args.sources, args.cols, args.mix_eps, lane);
     __syncthreads();
@@ -233,7 +239,6 @@ __global__ void __launch_bounds__(kAttnResThreads / kBlocks, kBlocks == 2 ? 2 : 
   meet();
   const float scale = rsqrtf(WarpSum(lane < warps ? s.norm_partial[lane] : 0.0f) / args.cols + args.norm_eps);
   if (!active) return;
-  if constexpr (kBlocks == 1) LoadFloats<N>(args.norm_weight + column, norm_weight);
 #pragma unroll
   for (int i = 0; i < N; ++i) mix[i] = mix[i] * scale * norm_weight[i];
   StoreFloats<N>(args.out.Row(row) + column, mix);

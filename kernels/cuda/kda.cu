@@ -4,7 +4,6 @@
 #include "kernels/cuda/kda_prepare.cuh"
 #include "kernels/cuda/kda_recur.cuh"
 #include "kernels/cuda/kda_step.cuh"
-#include "kernels/cuda/kda_stream.cuh"
 #include "kernels/cuda/kda_wide.cuh"
 #include "kernels/cuda/op_table.h"
 
@@ -114,9 +113,10 @@ bool RowsAligned(const KdaParams& p, int64_t elements) {
   return true;
 }
 
-// The kernels for single tokens, by the number of states: up to one a multiprocessor KdaStepKernel is fastest, up to
-// kWideStates times as many KdaWideKernel, beyond KdaStreamKernel (measured between 32 and 12,288 states).
-constexpr int kWideStates = 32;
+// The kernels for single tokens, by the number of states: up to one a multiprocessor KdaStepKernel is fastest, beyond
+// KdaWideKernel (measured between 32 and 12,288 states), which from kAheadStates times as many on asks for states
+// ahead, by one a multiprocessor.
+constexpr int kAheadStates = 20;
 
 template <typename T, typename StateT>
 void Step(const Device& device, const KdaParams& p, int max_tokens, cudaStream_t queue) {
@@ -128,6 +128,7 @@ void Step(const Device& device, const KdaParams& p, int max_tokens, cudaStream_t
   const bool aligned = RowsAligned(p, 4);
   const int64_t items = static_cast<int64_t>(batch.num_sequences) * p.heads;
   LaunchShape shape;
+  shape.early = true;
   shape.grid = dim3(static_cast<unsigned>(p.heads), static_cast<unsigned>(batch.num_sequences));
   shape.block = dim3(kStepThreads);
   shape.shared = sizeof(KdaStepShared<T, kStepChunk>);
@@ -137,15 +138,11 @@ void Step(const Device& device, const KdaParams& p, int max_tokens, cudaStream_t
   } else if (single && (device.batch_invariant || items <= device.multiprocessors)) {
     shape.shared = sizeof(KdaStepShared<T, 1>);
     kernel = &KdaStepKernel<T, StateT, 1, true>;
-  } else if (single && items <= int64_t{kWideStates} * device.multiprocessors) {
-    shape.block = dim3(kWideThreads);
-    shape.shared = sizeof(KdaStepShared<T, 1>);
-    kernel = &KdaWideKernel<T, StateT>;
   } else if (single) {
-    shape.grid = dim3(static_cast<unsigned>(device.multiprocessors));
-    shape.block = dim3(kStreamThreads);
-    shape.shared = sizeof(KdaStreamShared<StateT>);
-    kernel = &KdaStreamKernel<T, StateT>;
+    shape.block = dim3(kWideThreads);
+    shape.shared = sizeof(KdaWideShared<T>);
+    const int ahead = items > int64_t{kAheadStates} * device.multiprocessors ? device.multiprocessors : 0;
+    return Launch(&KdaWideKernel<T, StateT>, shape, queue, "KdaStep", p, batch, max_tokens, ahead);
   }
   Launch(kernel, shape, queue, "KdaStep", p, batch, max_tokens);
 }

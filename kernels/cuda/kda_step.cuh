@@ -193,6 +193,8 @@ template <typename T, typename StateT, int kChunk, bool kAligned>
 __global__ void __launch_bounds__(kStepThreads, 2)
     KdaStepKernel(const KdaParams p, const SequenceBatch batch, int max_tokens) {
   using Shared = KdaStepShared<T, kChunk>;
+  GridDependencyWait();
+  GridDependencyRelease();
   Shared& s = *DynamicShared<Shared>();
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int head = blockIdx.x, sequence = blockIdx.y;

@@ -2,21 +2,37 @@
 
 #include "kernels/cuda/kda_step.cuh"
 
-// The step of kda_step.cuh for a batch of single tokens that fills the device: four warps of 32 value columns, so that
-// a warp's access of the state covers whole lines of 128 bytes. A batch of few states is faster with more threads a
-// state.
+// The step of kda_step.cuh for a batch of single tokens that fills the device. Here a warp owns whole rows of the
+// state, and the warps add their sums up in shared memory: accesses are 512 bytes of memory in a row, which it serves
+// faster than pieces of columns. A batch of few states is faster with more threads a state.
+//
+// The blocks of a large batch come in waves, whose loads, arithmetic and stores would take turns at the memory. So each
+// block asks the second-level cache for the state that lies `ahead` items further on, of a block that starts later.
 namespace k3::cuda {
 
 constexpr int kWideWarps = 4;
 constexpr int kWideThreads = 32 * kWideWarps;
-constexpr int kWideQuads = 8;  // quadruples of state rows of a lane
+constexpr int kWideQuads = kStepDim / 4 / kWideWarps;  // quadruples of state rows of a warp
+
+template <typename T>
+struct KdaWideShared {
+  alignas(16) float q[kStepDim];  // after the convolution, not yet normalised
+  float k[kStepDim];
+  float v[kStepDim];
+  float decay[kStepDim];                   // exp(g) - 1: near 1 a rounded exp(g) would err alike at every token
+  float partial[2][kWideWarps][kStepDim];  // prediction | output, over the rows of a warp
+  T raw[kStepTaps][4][kStepDim];           // inputs as they lie in memory: q, k, v from three rows before, decay
+  float beta;
+};
 
 // Rows of q, k, v, the gates and the output start at multiples of four elements. Sequences of more than max_tokens are
-// left alone, others of more than one token walked token by token.
+// left alone, others of more than one token walked token by token. ahead: 0 for no prefetch.
 template <typename T, typename StateT>
 __global__ void __launch_bounds__(kWideThreads, 2)
-    KdaWideKernel(const KdaParams p, const SequenceBatch batch, int max_tokens) {
-  using Shared = KdaStepShared<T, 1>;
+    KdaWideKernel(const KdaParams p, const SequenceBatch batch, int max_tokens, int ahead) {
+  GridDependencyWait();
+  GridDependencyRelease();
+  using Shared = KdaWideShared<T>;
   Shared& s = *DynamicShared<Shared>();
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int head = blockIdx.x, sequence = blockIdx.y;
@@ -24,9 +40,9 @@ __global__ void __launch_bounds__(kWideThreads, 2)
   const int slot = batch.state_slot[sequence];
   if (tokens < 1 || tokens > max_tokens) return;
   const int64_t width = static_cast<int64_t>(p.heads) * kStepDim;
-  // The state: lane (group, octant) of a warp holds columns 32 warp + 4 octant .. + 3 of rows 16 j + 4 group + e.
-  const int group = lane / 8, column = 32 * warp + lane % 8 * 4;
-  const int corner = (head * kStepDim + 4 * group) * kStepDim + column;
+  // Lane l of warp w holds columns 4 l .. 4 l + 3 of rows 4 (kWideWarps j + w) + e.
+  const int corner = (head * kStepDim + 4 * warp) * kStepDim + 4 * lane;
+  const auto offset = [](int i) { return (i / 4 * 4 * kWideWarps + i % 4) * kStepDim; };
   const uint64_t policy = EvictFirstPolicy();
   float state[4 * kWideQuads][4];
   int snapshot = batch.num_snapshots > 0 ? FirstSnapshot(batch, begin) : 0;
@@ -37,37 +53,38 @@ __global__ void __launch_bounds__(kWideThreads, 2)
     {
       const int half = tid / 64, c = tid % 64 * 2;  // threads 0 to 63: channels of q, then v; others: k, then decay
       const int64_t channel = static_cast<int64_t>(head) * kStepDim + c;
-      Pair<T> x[2][kStepTaps] = {};  // rows of the channels, from three before the token on; a decay in the first
+      // The raw inputs of this thread's channels; nobody else reads them.
+      T* const raw = &s.raw[0][half][c];
+      constexpr int kRow = 4 * kStepDim, kPart = 2 * kStepDim;
       T beta_logit = {};
       float4 taps[2][2];
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int part = 2 * n + half;
-        if (n == 0 || half == 0) {
+        if (part < 3) {
           const T* stored =
               slot < 0 ? nullptr : reinterpret_cast<const T*>(KdaConvSlot(p, slot)) + part * width + channel;
-          const T* row =
-              static_cast<const T*>(p.qkv.data) + (token_row - (kStepTaps - 1)) * p.qkv.ld + part * width + channel;
+          const T* row = static_cast<const T*>(p.qkv.data) + token_row * p.qkv.ld + part * width + channel;
 #pragma unroll
           for (int i = 0; i < kStepTaps; ++i) {
             const int of = token - (kStepTaps - 1) + i;
-            if (of >= 0) {
-              x[n][i] = LoadPair(row, true);
-            } else if (stored != nullptr) {
-              x[n][i] = LoadPair(stored + (kStepTaps - 1 + of) * 3 * width, true);
-            }
-            row += p.qkv.ld;
+            const bool valid = of >= 0 || stored != nullptr;
+            const T* from = !valid    ? row
+                            : of >= 0 ? row + (i - (kStepTaps - 1)) * p.qkv.ld
+                                      : stored + (kStepTaps - 1 + of) * 3 * width;
+            CopyPair<true>(raw + i * kRow + n * kPart, from, valid);
           }
           const float* from = p.conv_taps + (part * width + channel) * kStepTaps;
           taps[n][0] = *reinterpret_cast<const float4*>(from);
           taps[n][1] = *reinterpret_cast<const float4*>(from + kStepTaps);
         } else {
-          x[n][0] = LoadPair(static_cast<const T*>(p.decay.data) + token_row * p.decay.ld + channel, true);
+          CopyPair<true>(raw + n * kPart, static_cast<const T*>(p.decay.data) + token_row * p.decay.ld + channel, true);
           if (c == 0) beta_logit = static_cast<const T*>(p.beta.data)[token_row * p.beta.ld + head];
           taps[n][0].x = p.dt_bias[channel], taps[n][0].y = p.dt_bias[channel + 1];
           taps[n][0].z = p.a_log[head];
         }
       }
+      CopyAsyncCommit();
       if (warp == 0) {
         PrefetchL2(static_cast<const T*>(p.gate.data) + token_row * p.gate.ld + head * kStepDim + 4 * lane);
       }
@@ -76,7 +93,7 @@ __global__ void __launch_bounds__(kWideThreads, 2)
           const StateT* from = reinterpret_cast<const StateT*>(KdaStateSlot(p, slot)) + corner;
 #pragma unroll
           for (int i = 0; i < 4 * kWideQuads; ++i) {
-            LoadState(from + (i / 4 * 16 + i % 4) * kStepDim, policy, state[i]);
+            LoadState(from + offset(i), policy, state[i]);
           }
         } else {
 #pragma unroll
@@ -86,53 +103,61 @@ __global__ void __launch_bounds__(kWideThreads, 2)
           }
         }
       }
-      // Nothing waits for the inputs before the loads of the state have been issued.
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < kStepTaps; ++i) PinPair(x[n][i]);
+      if (ahead > 0 && token == 0 && tid == 0) {
+        const int item = sequence * p.heads + head + ahead, other = item / p.heads;
+        const int other_slot = other < batch.num_sequences ? batch.state_slot[other] : -1;
+        if (other_slot >= 0) {
+          constexpr int kState = kStepDim * kStepDim;
+          PrefetchBulkL2(reinterpret_cast<const StateT*>(KdaStateSlot(p, other_slot)) + item % p.heads * kState,
+                         kState * sizeof(StateT));
+        }
       }
+      CopyAsyncWait<0>();
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int part = 2 * n + half;
-        if (n == 0 || half == 0) {
-          float* to = part == 0 ? s.q[0] : part == 1 ? s.k[0] : s.v[0];
+        Pair<T> x[kStepTaps];
+#pragma unroll
+        for (int i = 0; i < kStepTaps; ++i) x[i] = *reinterpret_cast<const Pair<T>*>(raw + i * kRow + n * kPart);
+        if (part < 3) {
+          float* to = part == 0 ? s.q : part == 1 ? s.k : s.v;
           float sums[2];
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            float y = taps[n][e].x * x[n][0].Get(e);
-            y = fmaf(taps[n][e].y, x[n][1].Get(e), y);
-            y = fmaf(taps[n][e].z, x[n][2].Get(e), y);
-            y = fmaf(taps[n][e].w, x[n][3].Get(e), y);
+            float y = taps[n][e].x * x[0].Get(e);
+            y = fmaf(taps[n][e].y, x[1].Get(e), y);
+            y = fmaf(taps[n][e].z, x[2].Get(e), y);
+            y = fmaf(taps[n][e].w, x[3].Get(e), y);
             sums[e] = Rounded<T>(Silu(y));
           }
           StoreFloats<2>(to + c, sums);
           const auto store_window = [&](int to_slot) {
             T* conv = reinterpret_cast<T*>(KdaConvSlot(p, to_slot)) + part * width + channel;
 #pragma unroll
-            for (int j = 1; j < kStepTaps; ++j) *reinterpret_cast<Pair<T>*>(conv + (j - 1) * 3 * width) = x[n][j];
+            for (int j = 1; j < kStepTaps; ++j) *reinterpret_cast<Pair<T>*>(conv + (j - 1) * 3 * width) = x[j];
           };
           for (int i = snapshot; i < batch.num_snapshots && batch.snapshot_row[i] == token_row; ++i) {
             store_window(batch.snapshot_slot[i]);
           }
           if (last && slot >= 0) store_window(slot);
         } else {
-          const float decay[2] = {KdaDecayMinus1<T>(p, taps[n][0].z, x[n][0].Get(0), taps[n][0].x),
-                                  KdaDecayMinus1<T>(p, taps[n][0].z, x[n][0].Get(1), taps[n][0].y)};
-          StoreFloats<2>(&s.decay[0][c], decay);
-          if (c == 0) s.beta[0] = Sigmoid(ToFloat(beta_logit));
+          const float decay[2] = {KdaDecayMinus1<T>(p, taps[n][0].z, x[0].Get(0), taps[n][0].x),
+                                  KdaDecayMinus1<T>(p, taps[n][0].z, x[0].Get(1), taps[n][0].y)};
+          StoreFloats<2>(&s.decay[c], decay);
+          if (c == 0) s.beta = Sigmoid(ToFloat(beta_logit));
         }
       }
     }
     __syncthreads();
-    const KdaTokenScales scales = ComputeTokenScales(s.q[0], s.k[0], lane);
+    const KdaTokenScales scales = ComputeTokenScales(s.q, s.k, lane);
     float prediction[4] = {}, output[4] = {};
 #pragma unroll
     for (int j = 0; j < kWideQuads; ++j) {
+      const int row0 = 4 * (kWideWarps * j + warp);
       float q[4], d[4], k[4];
-      LoadFloats<4>(&s.k[0][16 * j + 4 * group], k);
-      LoadFloats<4>(&s.q[0][16 * j + 4 * group], q);
-      LoadFloats<4>(&s.decay[0][16 * j + 4 * group], d);
+      LoadFloats<4>(s.k + row0, k);
+      LoadFloats<4>(s.q + row0, q);
+      LoadFloats<4>(s.decay + row0, d);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float(&row)[4] = state[4 * j + e];
@@ -144,56 +169,64 @@ __global__ void __launch_bounds__(kWideThreads, 2)
         }
       }
     }
-    // Sums over the groups. Of the lanes with equal lane % 8 the lower two end with two predictions each, the upper two
-    // with two outputs.
-    const bool upper = (lane & 16) != 0, odd = (lane & 8) != 0;
-    float sum[4];
+    StoreFloats<4>(&s.partial[0][warp][4 * lane], prediction);
+    StoreFloats<4>(&s.partial[1][warp][4 * lane], output);
+    KdaGated<T> gated = {};
+    if (warp == 0) gated = FetchGated<true, T>(p, token_row, head, lane);
+    __syncthreads();
+    float sum[4] = {}, u[4], v[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum[i] = (upper ? output[i] : prediction[i]) + __shfl_xor_sync(kAllLanes, upper ? prediction[i] : output[i], 16);
+    for (int w = 0; w < kWideWarps; ++w) {
+      float part[4];
+      LoadFloats<4>(&s.partial[0][w][4 * lane], part);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] += part[i];
     }
+    LoadFloats<4>(s.v + 4 * lane, v);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      sum[i] = (odd ? sum[i + 2] : sum[i]) + __shfl_xor_sync(kAllLanes, odd ? sum[i] : sum[i + 2], 8);
-    }
-    const int own = column + (odd ? 2 : 0);
-    float v[2], own_u[2], u[4];
-    LoadFloats<2>(&s.v[0][own], v);
+    for (int i = 0; i < 4; ++i) u[i] = s.beta * fmaf(-scales.k, sum[i], v[i]);
+    float ku[4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) own_u[i] = s.beta[0] * fmaf(-scales.k, sum[i], v[i]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) u[i] = __shfl_sync(kAllLanes, own_u[i % 2], lane % 8 + i / 2 * 8);
-    if (upper) {
-      const float o[2] = {fmaf(scales.key_query, odd ? u[2] : u[0], scales.q * sum[0]),
-                          fmaf(scales.key_query, odd ? u[3] : u[1], scales.q * sum[1])};
-      StoreFloats<2>(&s.o[0][own], o);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) u[i] *= scales.k;
+    for (int i = 0; i < 4; ++i) ku[i] = u[i] * scales.k;
 #pragma unroll
     for (int j = 0; j < kWideQuads; ++j) {
       float k[4];
-      LoadFloats<4>(&s.k[0][16 * j + 4 * group], k);
+      LoadFloats<4>(s.k + 4 * (kWideWarps * j + warp), k);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) state[4 * j + e][i] = fmaf(k[e], u[i], state[4 * j + e][i]);
+        for (int i = 0; i < 4; ++i) state[4 * j + e][i] = fmaf(k[e], ku[i], state[4 * j + e][i]);
       }
     }
     for (; snapshot < batch.num_snapshots && batch.snapshot_row[snapshot] == token_row; ++snapshot) {
       StateT* to = reinterpret_cast<StateT*>(KdaStateSlot(p, batch.snapshot_slot[snapshot])) + corner;
 #pragma unroll
-      for (int i = 0; i < 4 * kWideQuads; ++i) StoreFloats<4>(to + (i / 4 * 16 + i % 4) * kStepDim, state[i]);
+      for (int i = 0; i < 4 * kWideQuads; ++i) StoreFloats<4>(to + offset(i), state[i]);
     }
     if (last && slot >= 0) {
       StateT* to = reinterpret_cast<StateT*>(KdaStateSlot(p, slot)) + corner;
 #pragma unroll
-      for (int i = 0; i < 4 * kWideQuads; ++i) StoreState(to + (i / 4 * 16 + i % 4) * kStepDim, state[i], policy);
+      for (int i = 0; i < 4 * kWideQuads; ++i) {
+        StoreState(to + offset(i), state[i], policy);
+      }
     }
-    __syncthreads();
     if (warp == 0) {
-      StoreGatedNorm<true>(p, s.o[0], FetchGated<true, T>(p, token_row, head, lane), token_row, head, lane);
+      float o[4] = {};
+#pragma unroll
+      for (int w = 0; w < kWideWarps; ++w) {
+        float part[4];
+        LoadFloats<4>(&s.partial[1][w][4 * lane], part);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[i] += part[i];
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[i] = fmaf(scales.key_query, u[i], scales.q * o[i]);
+      __syncwarp();
+      StoreFloats<4>(&s.partial[1][0][4 * lane], o);
+      __syncwarp();
+      StoreGatedNorm<true>(p, s.partial[1][0], gated, token_row, head, lane);
     }
+    if (!last) __syncthreads();
   }
 }
 

@@ -98,15 +98,6 @@ __device__ __forceinline__ void CopyTensor4(void* shared, const void* map, int x
 
 // Orders this thread's earlier writes to shared memory before later bulk copies out of it; a barrier must follow.
 __device__ __forceinline__ void FenceSharedForCopy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// The other way, as a group of the issuing thread.
-__device__ __forceinline__ void CopyBulkOut(void* global, const void* shared, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(SharedAddress(shared)),
-               "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// Waits until the thread's bulk copies out have read their shared memory.
-__device__ __forceinline__ void CopyBulkOutWaitRead() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // --- launches that overlap (LaunchShape::early) ---
 
@@ -297,6 +288,10 @@ __device__ __forceinline__ void StoreHinted16(void* global, uint4 v, uint64_t po
 __device__ __forceinline__ void Pin(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }
 __device__ __forceinline__ void PrefetchL2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+// `bytes`, a multiple of 16, from a 16-byte aligned address on. One thread issues it for the block.
+__device__ __forceinline__ void PrefetchBulkL2(const void* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
 // --- clusters of blocks ---

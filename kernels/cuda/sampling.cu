@@ -46,8 +46,10 @@ void Sample(const Device& device, const SampleParams& p, cudaStream_t queue) {
   quick.block = dim3(kQuickThreads);
   quick.shared = QuickSampler<kQuickThreads>::SharedBytes(kSampleBlocks / quick_blocks, slice);
   quick.cluster = static_cast<unsigned>(quick_blocks);
-  if (blocks == 1 || rows <= kFewRows || quick.shared > device.shared_per_block)
+  if (blocks == 1 || rows <= kFewRows || quick.shared > device.shared_per_block) {
+    shape.early = true;
     return Launch(&SampleKernel, shape, queue, "Sample", p, blocks);
+  }
   Launch(&QuickSampleKernel, quick, queue, "Sample", p, quick_blocks);
   shape.grid = dim3(static_cast<unsigned>(std::min(rows, resident) * blocks));
   Launch(&SamplePendingKernel, shape, queue, "Sample", p, static_cast<int>(rows));

@@ -206,7 +206,10 @@ __device__ inline void SampleAnyRow(const SampleParams& p, SampleShared& s, int 
 __global__ void __launch_bounds__(kSampleThreads, 1) SampleKernel(SampleParams p, int blocks) {
   SampleShared& s = *DynamicShared<SampleShared>();
   const int index = blockIdx.x / blocks;
+  // Only asks for lines of the second-level cache, where later writes reach them.
   QuickSampler<kSampleThreads>::Prefetch(p, index, blocks, blockIdx.x % blocks);
+  GridDependencyWait();
+  GridDependencyRelease();
   const SampleRow row = p.rows[index];
   ClusterArrive();
   if (QuickSampler<kSampleThreads>::Takes(row)) {

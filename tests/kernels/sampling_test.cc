@@ -373,6 +373,40 @@ TEST_P(SamplingTest, LargeBatchesFollowTheOracle) {
   EXPECT_GT(compared, 60);
 }
 
+// One row more than a device may give whole clusters to, each with another way to the draw: small enough for
+// `compute-sanitizer --tool racecheck`, which then sees every kernel (one row alone takes another than nine).
+TEST_P(SamplingTest, NineRowsOfEveryKind) {
+  Random random(13);
+  const int64_t vocab = 4103;
+  std::vector<std::vector<float>> logits;
+  std::vector<SampleRow> rows;
+  for (int i = 0; i < 9; ++i) {
+    SampleRow row = Row(i == 0 ? 0.0f : 0.9f, 0.05f + 0.1f * static_cast<float>(i));
+    row.top_k = i == 1 ? 1 : i == 2 ? 7 : i == 3 || i == 4 ? 64 : i == 5 ? 300 : 0;
+    row.top_p = i == 4 || i == 6 ? 0.8f : 1.0f;
+    row.min_p = i == 7 ? 0.02f : 0.0f;
+    logits.push_back(random.Normal(vocab, 2));
+    // All equal: more entries are among the best than the fast paths have room for.
+    if (i == 3) std::fill(logits.back().begin(), logits.back().end(), 0.25f);
+    rows.push_back(row);
+  }
+  const Result all = Run(logits, rows);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const oracle::SampleResult expected = oracle::Sample(logits[i], rows[i], {}, {});
+    EXPECT_EQ(all.status[i], static_cast<int32_t>(SampleStatus::kOk)) << i;
+    const double u = double{rows[i].uniform};
+    const int32_t token = oracle::Draw(expected, u);
+    if (token != oracle::Draw(expected, u + 2e-5) || token != oracle::Draw(expected, u - 2e-5)) continue;
+    EXPECT_EQ(all.token[i], token) << i;
+    EXPECT_NEAR(all.logprob[i], expected.log_probabilities[token], 5e-5) << i;
+  }
+  for (size_t i : {size_t{2}, size_t{3}, size_t{6}}) {
+    const Result one = Run({logits[i]}, {rows[i]});
+    EXPECT_EQ(one.token[0], all.token[i]) << i;
+    EXPECT_EQ(one.logprob[0], all.logprob[i]) << i;
+  }
+}
+
 TEST_P(SamplingTest, TheWholePublishedVocabulary) {
   Random random(11);
   const int64_t vocab = 163840;
