@@ -38,8 +38,8 @@ struct MoeScratch {
     const int64_t pairs = BlockTokens(tokens, top_k) * top_k;
     plan.expert_begin = ints(experts + 1);
     plan.tile_begin = ints(experts + 1);
-    plan.active = ints(experts);
-    plan.active_count = ints(1);
+    plan.groups = static_cast<MoeGroup*>(take((experts + pairs / 8) * static_cast<int64_t>(sizeof(MoeGroup))));
+    plan.group_count = ints(1);
     plan.pick_of = ints(pairs);
     plan.token_of = ints(pairs);
     plan.launches = static_cast<int>(2 * std::max<int64_t>(1, CeilDiv(experts, kExpandedExperts)));
@@ -61,13 +61,22 @@ struct MoeBlock {
   int64_t pairs() const { return tokens * top_k; }
 };
 
-void Plan(const CudaExperts& experts, const MoeBlock& block, const MoeScratch& scratch, cudaStream_t queue) {
+// Columns of eight picks a group of the streaming products has, by the picks of an expert on average.
+int StreamColumns(const CudaExperts& experts, const MoeBlock& block) {
+  const int64_t mean = CeilDiv(block.pairs(), std::min<int64_t>(experts.count, block.pairs()));
+  return mean <= 2 ? 1 : mean <= 10 ? 2 : 4;
+}
+
+// `columns`: of the streaming products; 0: others follow.
+void Plan(const CudaExperts& experts, const MoeBlock& block, int columns, const MoeScratch& scratch,
+          cudaStream_t queue) {
   PlanArgs args;
   args.ids = block.ids;
   args.pairs = static_cast<int>(block.pairs());
   args.top_k = block.top_k;
   args.first = experts.first;
   args.experts = experts.count;
+  args.group_picks = 8 * columns;
   args.plan = scratch.plan;
   const size_t counters = static_cast<size_t>(experts.count) * sizeof(int), scan = 33 * sizeof(int);
   const auto threads = [&](int64_t work) {
@@ -124,10 +133,9 @@ void LaunchStream(const StreamArgs& args, const PlainStream& weights, int64_t ex
          kUp ? "MoeUpStream" : "MoeDownStream", args, weights);
 }
 template <bool kUp>
-void Stream(const StreamArgs& args, const PlainStream& weights, int64_t mean_picks, int64_t experts,
-            cudaStream_t queue) {
-  if (mean_picks <= 2) return LaunchStream<1, 1, kUp, 3>(args, weights, experts, queue);
-  if (mean_picks <= 10) return LaunchStream<2, 4, kUp, 2>(args, weights, experts, queue);
+void Stream(const StreamArgs& args, const PlainStream& weights, int columns, int64_t experts, cudaStream_t queue) {
+  if (columns == 1) return LaunchStream<1, 1, kUp, 3>(args, weights, experts, queue);
+  if (columns == 2) return LaunchStream<2, 4, kUp, 2>(args, weights, experts, queue);
   LaunchStream<4, 2, kUp, 2>(args, weights, experts, queue);
 }
 
@@ -141,9 +149,9 @@ void LaunchStream(const StreamArgs& args, const Mxfp4View& weights, int64_t expe
          args, weights);
 }
 template <bool kUp>
-void Stream(const StreamArgs& args, const Mxfp4View& weights, int64_t mean_picks, int64_t experts, cudaStream_t queue) {
-  if (mean_picks <= 2) return LaunchStream<1, 2, kUp, 3>(args, weights, experts, queue);
-  if (mean_picks <= 10) return LaunchStream<2, 4, kUp, 2>(args, weights, experts, queue);
+void Stream(const StreamArgs& args, const Mxfp4View& weights, int columns, int64_t experts, cudaStream_t queue) {
+  if (columns == 1) return LaunchStream<1, 2, kUp, 3>(args, weights, experts, queue);
+  if (columns == 2) return LaunchStream<2, 4, kUp, 2>(args, weights, experts, queue);
   LaunchStream<4, 2, kUp, 2>(args, weights, experts, queue);
 }
 
@@ -156,19 +164,18 @@ Mxfp4View PackedWeights(const CudaExperts& experts) {
 }
 
 template <bool kUp>
-void StreamProduct(const CudaExperts& experts, const StreamArgs& args, int64_t mean_picks, int64_t active,
+void StreamProduct(const CudaExperts& experts, const StreamArgs& args, int columns, int64_t active,
                    cudaStream_t queue) {
   if (experts.form == ExpertForm::kMxfp4) {
-    return Stream<kUp>(args, PackedWeights<kUp>(experts), mean_picks, active, queue);
+    return Stream<kUp>(args, PackedWeights<kUp>(experts), columns, active, queue);
   }
   const DeviceMemory& data = kUp ? experts.w13 : experts.w2;
-  Stream<kUp>(args, PlainStream{static_cast<const bf16*>(data.data())}, mean_picks, active, queue);
+  Stream<kUp>(args, PlainStream{static_cast<const bf16*>(data.data())}, columns, active, queue);
 }
 
-void Streamed(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& block, const MoeScratch& scratch,
-              cudaStream_t queue) {
+void Streamed(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& block, int columns,
+              const MoeScratch& scratch, cudaStream_t queue) {
   const int64_t active = std::min<int64_t>(experts.count, block.pairs());
-  const int64_t mean = CeilDiv(block.pairs(), active);
   StreamArgs args;
   args.plan = scratch.plan;
   args.activation = p.activation;
@@ -176,13 +183,13 @@ void Streamed(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBl
   args.out = static_cast<int>(2 * experts.inner);
   args.x = AsMatrix<const bf16>(p.mxfp8_inputs ? RoundedRows<bf16>(block, scratch, queue) : block.x);
   args.y = static_cast<bf16*>(scratch.h);
-  StreamProduct<true>(experts, args, mean, active, queue);
+  StreamProduct<true>(experts, args, columns, active, queue);
   if (p.mxfp8_inputs) RoundInner<bf16>(experts, block, scratch, 0, experts.count, queue);
   args.in = static_cast<int>(experts.inner);
   args.out = static_cast<int>(experts.in);
   args.x = {static_cast<const bf16*>(scratch.h), experts.inner};
   args.y = static_cast<bf16*>(scratch.y);
-  StreamProduct<false>(experts, args, mean, active, queue);
+  StreamProduct<false>(experts, args, columns, active, queue);
 }
 
 // `rows`: [pairs, args.in], the inputs of the picks.
@@ -330,17 +337,17 @@ void MoeExperts(const Device& device, const MoeExpertsParams& p, cudaStream_t qu
     block.out = p.out.Rows(begin, block.tokens);
     block.ids = p.ids + begin * p.top_k;
     block.weights = p.weights + begin * p.top_k;
-    Plan(*experts, block, scratch, queue);
-    if (experts->count > 0) {
-      const bool few = block.pairs() <= kStreamPicks * experts->count;
-      if (!fast) {
-        device.act == DType::kBF16 ? Any<bf16>(p, *experts, block, scratch, queue)
-                                   : Any<float>(p, *experts, block, scratch, queue);
-      } else if (few || device.batch_invariant) {
-        Streamed(p, *experts, block, scratch, queue);
-      } else {
-        Tiled(device, p, *experts, block, scratch, queue);
-      }
+    const bool few = block.pairs() <= kStreamPicks * experts->count;
+    const bool streamed = experts->count > 0 && fast && (few || device.batch_invariant);
+    const int columns = streamed ? StreamColumns(*experts, block) : 0;
+    Plan(*experts, block, columns, scratch, queue);
+    if (streamed) {
+      Streamed(p, *experts, block, columns, scratch, queue);
+    } else if (experts->count > 0 && fast) {
+      Tiled(device, p, *experts, block, scratch, queue);
+    } else if (experts->count > 0) {
+      device.act == DType::kBF16 ? Any<bf16>(p, *experts, block, scratch, queue)
+                                 : Any<float>(p, *experts, block, scratch, queue);
     }
     if (device.act == DType::kF32) {
       Combine<float, float>(block, scratch, queue);

@@ -17,11 +17,17 @@ constexpr int kMoePlanThreads = 1024;
 constexpr int kMoePlanBlocks = 64;  // of a plan of many pairs
 constexpr int kMoeMaxExperts = 8192;
 
+// Some picks of one expert, which a block of the streaming products takes together.
+struct alignas(16) MoeGroup {
+  int expert;
+  int begin, count;  // picks
+};
+
 struct MoePlan {
   int* expert_begin;  // [experts + 1] first pick of each local expert
   int* tile_begin;    // [experts + 1] first tile of each local expert
-  int* active;        // [experts] local experts that have picks, ascending
-  int* active_count;  // [1]
+  MoeGroup* groups;   // [experts + pairs / 8] by expert, of up to PlanArgs::group_picks picks
+  int* group_count;   // [1]
   int* pick_of;       // [tokens * top_k] pick of (token, j), -1 where the expert is not local
   int* token_of;      // [tokens * top_k] token of each pick
   int* tiles_taken;   // [launches] tiles that blocks of a launch took after their first, zero at first
@@ -32,6 +38,7 @@ struct PlanArgs {
   const int32_t* ids;  // [pairs]
   int pairs, top_k;
   int first, experts;  // local experts
+  int group_picks;     // 0: no groups are asked for
   MoePlan plan;
 };
 
@@ -52,23 +59,27 @@ template <typename Count, typename Place>
 __device__ __forceinline__ void LayOutPicks(const PlanArgs& args, int* shared, const Count& count_of,
                                             const Place& place) {
   const MoePlan& plan = args.plan;
-  int picks = 0, tiles = 0, active = 0;
+  int picks = 0, tiles = 0, groups = 0;
   for (int base = 0; base < args.experts; base += blockDim.x) {
     const int e = base + threadIdx.x;
     const int count = e < args.experts ? count_of(e) : 0;
     const int own_tiles = (count + kMoeTilePicks - 1) / kMoeTilePicks;
+    const int own_groups = args.group_picks > 0 ? (count + args.group_picks - 1) / args.group_picks : 0;
     int total;
     const int pick_end = picks + BlockScan(count, shared, total);
     picks += total;
-    // Tiles and active experts together: neither passes 65535.
-    const int both_end = BlockScan(own_tiles << 16 | (count > 0), shared, total);
-    const int tile_end = tiles + (both_end >> 16), active_end = active + (both_end & 0xffff);
+    // Tiles and groups together: neither passes 65535.
+    const int both_end = BlockScan(own_tiles << 16 | own_groups, shared, total);
+    const int tile_end = tiles + (both_end >> 16), group_begin = groups + (both_end & 0xffff) - own_groups;
     tiles += total >> 16;
-    active += total & 0xffff;
+    groups += total & 0xffff;
     if (e < args.experts) {
       plan.expert_begin[e] = pick_end - count;
       plan.tile_begin[e] = tile_end - own_tiles;
-      if (count > 0) plan.active[active_end - 1] = e;
+      for (int i = 0; i < own_groups; ++i) {
+        const int first = i * args.group_picks;
+        plan.groups[group_begin + i] = {e, pick_end - count + first, min(args.group_picks, count - first)};
+      }
       place(e, pick_end - count);
     }
   }
@@ -76,7 +87,7 @@ __device__ __forceinline__ void LayOutPicks(const PlanArgs& args, int* shared, c
   if (threadIdx.x == 0) {
     plan.expert_begin[args.experts] = picks;
     plan.tile_begin[args.experts] = tiles;
-    *plan.active_count = active;
+    *plan.group_count = groups;
   }
   __syncthreads();
 }

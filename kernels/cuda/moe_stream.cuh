@@ -64,26 +64,26 @@ __device__ __forceinline__ void StoreStreamed(const StreamArgs& args, const floa
   }
 }
 
-// kTokens: 8-wide columns of picks held together; an expert with more picks streams its weights again. kTiles: 16-row
-// tiles of a block: more of them take better advantage of the inputs, which all come through L1. kBlocks: of a
-// multiprocessor. Grid (weight rows / (16 kTiles), experts that may have picks).
+// kTokens: 8-wide columns of picks held together, a group; an expert with more picks is several groups, which stream
+// its weights again, beside each other. kTiles: 16-row tiles of a block: more of them take better advantage of the
+// inputs, which all come through L1. kBlocks: of a multiprocessor. Grid (weight rows / (16 kTiles), any number that
+// shares the groups).
 template <typename Weights, int kTokens, int kTiles, bool kUp, int kBlocks>
 __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeStreamKernel(StreamArgs args, Weights weights) {
   float4* partial = DynamicShared<float4>();  // [warps][kTiles][kTokens][32]
-  if (static_cast<int>(blockIdx.y) >= *args.plan.active_count) return;
-  const int expert = args.plan.active[blockIdx.y];
-  const int begin = args.plan.expert_begin[expert], count = args.plan.expert_begin[expert + 1] - begin;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
   const int first_row = blockIdx.x * 16 * kTiles;
-  const int64_t row = static_cast<int64_t>(expert) * args.out + first_row + g;
   const int tiles = min(kTiles, (args.out - first_row) / 16);  // that exist
 
-  for (int base = 0; base < count; base += 8 * kTokens) {
+  const int groups = *args.plan.group_count;
+  for (int number = blockIdx.y; number < groups; number += gridDim.y) {
+    const MoeGroup group = args.plan.groups[number];
+    const int64_t row = static_cast<int64_t>(group.expert) * args.out + first_row + g;
     const bf16* x[kTokens];
 #pragma unroll
     for (int n = 0; n < kTokens; ++n) {
-      const int pick = begin + min(base + 8 * n + g, count - 1);
+      const int pick = group.begin + min(8 * n + g, group.count - 1);
       x[n] = args.x.Row(kUp ? args.plan.token_of[pick] : pick) + Weights::kStep / 4 * t;
     }
     float sum[kTiles][kTokens][4] = {};
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeStreamKernel(Strea
       }
       const int tile = i / (32 * kTokens), n = i / 32 % kTokens;
       if (tile >= tiles) continue;
-      StoreStreamed<kUp>(args, total, begin + base, count - base, n, first_row + 16 * tile);
+      StoreStreamed<kUp>(args, total, group.begin, group.count, n, first_row + 16 * tile);
     }
     __syncthreads();
   }

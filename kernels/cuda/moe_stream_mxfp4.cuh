@@ -11,14 +11,14 @@ constexpr int kMxfp4Slices = 4;
 template <int kTiles>
 constexpr int kMxfp4StreamRows = 16 * kTiles* kStreamWarps / kMxfp4Slices;  // of a block
 
-// kBlocks: of a multiprocessor. Grid (weight rows / kMxfp4StreamRows, experts that may have picks).
+// kBlocks: of a multiprocessor. Grid (weight rows / kMxfp4StreamRows, any number that shares the groups of picks).
 template <int kTokens, int kTiles, int kBlocks, bool kUp>
 __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeMxfp4StreamKernel(StreamArgs args, Mxfp4View weights) {
   constexpr int kSlices = kMxfp4Slices, kStride = kSlices * kMxfp4Inputs;
   float4* partial = DynamicShared<float4>();  // [warps][kTiles][kTokens][32]
-  const int active = *args.plan.active_count;
-  const int expert = args.plan.active[blockIdx.y];
-  if (static_cast<int>(blockIdx.y) >= active) return;
+  const int groups = *args.plan.group_count;
+  MoeGroup group = args.plan.groups[blockIdx.y];  // means nothing if there is no such group
+  if (static_cast<int>(blockIdx.y) >= groups) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
   const int first_row = blockIdx.x * kMxfp4StreamRows<kTiles>;  // of the block
@@ -28,34 +28,33 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeMxfp4StreamKernel(
     uint4 words;
     uint32_t scales;
   };
-  // 32 bits of offset from one address a lane; tiles that do not exist repeat the last.
-  const int64_t first_piece = static_cast<int64_t>(expert) * (args.out / kMxfp4Rows) * weights.pieces;
-  const char* codes = reinterpret_cast<const char*>(weights.codes + first_piece * 32 + lane);
-  const char* scales = reinterpret_cast<const char*>(weights.scales + first_piece * 8 + g);
-  asm("" : "+l"(codes), "+l"(scales));
+  // Weights are at 32 bits of offset from one address a lane; tiles that do not exist repeat the last.
   uint32_t tile_piece[kTiles];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    tile_piece[tile] = static_cast<uint32_t>(min(warp_row / kMxfp4Rows + tile, args.out / kMxfp4Rows - 1) *
-                                             weights.pieces);
+    tile_piece[tile] =
+        static_cast<uint32_t>(min(warp_row / kMxfp4Rows + tile, args.out / kMxfp4Rows - 1) * weights.pieces);
   }
-  const auto load = [&](Piece(&piece)[kTiles], int k) {
+  for (int number = blockIdx.y;;) {
+    const int64_t first_piece = int64_t{group.expert} * (args.out / kMxfp4Rows) * weights.pieces;
+    const char* codes = reinterpret_cast<const char*>(weights.codes + first_piece * 32 + lane);
+    const char* scales = reinterpret_cast<const char*>(weights.scales + first_piece * 8 + g);
+    asm("" : "+l"(codes), "+l"(scales));
+    const auto load = [&](Piece(&piece)[kTiles], int k) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const uint32_t at = tile_piece[tile] + static_cast<uint32_t>(k / kMxfp4Inputs);
-      piece[tile] = {LoadStreaming16(codes + uint64_t{at} * kMxfp4PieceBytes),
-                     __ldg(reinterpret_cast<const uint32_t*>(scales + uint64_t{at} * kMxfp4PieceScaleBytes))};
-    }
-  };
-  Piece piece[2][kTiles];
-  if (first_k < args.in) load(piece[0], first_k);
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const uint32_t at = tile_piece[tile] + static_cast<uint32_t>(k / kMxfp4Inputs);
+        piece[tile] = {LoadStreaming16(codes + uint64_t{at} * kMxfp4PieceBytes),
+                       __ldg(reinterpret_cast<const uint32_t*>(scales + uint64_t{at} * kMxfp4PieceScaleBytes))};
+      }
+    };
+    Piece piece[2][kTiles];
+    if (first_k < args.in) load(piece[0], first_k);
 
-  const int begin = args.plan.expert_begin[expert], count = args.plan.expert_begin[expert + 1] - begin;
-  for (int base = 0; base < count; base += 8 * kTokens) {
     const bf16* x[kTokens];
 #pragma unroll
     for (int n = 0; n < kTokens; ++n) {
-      const int pick = begin + min(base + 8 * n + g, count - 1);
+      const int pick = group.begin + min(8 * n + g, group.count - 1);
       x[n] = args.x.Row(kUp ? args.plan.token_of[pick] : pick) + 8 * t;
     }
     float sum[kTiles][kTokens][4] = {};
@@ -112,7 +111,6 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeMxfp4StreamKernel(
         multiply_by.template operator()<false>(piece, k);
       }
     };
-    if (base > 0 && first_k < args.in) load(piece[0], first_k);
     for (int k = first_k; k < args.in; k += 2 * kStride) {
       if (k + kStride < args.in) load(piece[1], k + kStride);
       multiply(piece[0], k);
@@ -131,8 +129,8 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeMxfp4StreamKernel(
     __syncthreads();
     constexpr int kWarpSums = kTiles * kTokens * 32;
     for (int i = threadIdx.x; i < kStreamWarps / kSlices * kWarpSums; i += kStreamThreads) {
-      const int group = i / kWarpSums, tile = i % kWarpSums / (32 * kTokens), n = i / 32 % kTokens;
-      const float4* from = partial + group * kSlices * kWarpSums + i % kWarpSums;
+      const int rows = i / kWarpSums, tile = i % kWarpSums / (32 * kTokens), n = i / 32 % kTokens;
+      const float4* from = partial + rows * kSlices * kWarpSums + i % kWarpSums;
       float4 total = from[0];
 #pragma unroll
       for (int s = 1; s < kSlices; ++s) {
@@ -142,9 +140,12 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeMxfp4StreamKernel(
         total.z += other.z;
         total.w += other.w;
       }
-      const int row = first_row + 16 * (group * kTiles + tile);
-      if (row < args.out) StoreStreamed<kUp>(args, total, begin + base, count - base, n, row);
+      const int row = first_row + 16 * (rows * kTiles + tile);
+      if (row < args.out) StoreStreamed<kUp>(args, total, group.begin, group.count, n, row);
     }
+    number += gridDim.y;
+    if (number >= groups) break;
+    group = args.plan.groups[number];
     __syncthreads();
   }
 }

@@ -17,9 +17,9 @@ constexpr int kMxfp4PieceBytes = 512, kMxfp4PieceScaleBytes = 32;
 // Of 16 rows.
 constexpr int Mxfp4Pieces(int64_t cols) { return static_cast<int>((cols + kMxfp4Inputs - 1) / kMxfp4Inputs); }
 
-// How a word keeps the codes of its four registers, chosen so that few shifts to the right and masks, which share a unit
-// on the device, bring them to where bf16 has its sign (15) and the last two bits of its exponent and the first of its
-// mantissa (8 to 6). Register a, of both halves:
+// How a word keeps the codes of its four registers, chosen so that few shifts to the right and masks, which share a
+// unit on the device, bring them to where bf16 has its sign (15) and the last two bits of its exponent and the first of
+// its mantissa (8 to 6). Register a, of both halves:
 //   0: w    1: w << 3    2: w << 6 ^ w << 1    3: w >> 3 ^ w << 2
 // `code`: of the four registers, the low half's in bits 0 to 3, the high half's in bits 16 to 19.
 constexpr uint32_t Mxfp4Word(const uint32_t (&code)[4]) {
