@@ -215,6 +215,23 @@ TEST_P(MoeTest, AllTokensToTheSameExperts) {
   Check(layer, 0, 8, spread, 2, 15, "one empty, one full");
 }
 
+// Every token picks expert 5 and another: few picks an expert on average, very many of one.
+TEST_P(MoeTest, OneExpertAmongManyGetsMostTokens) {
+  constexpr int32_t kExperts = 64;
+  for (WeightKind kind : {WeightKind::kBf16, WeightKind::kMxfp4}) {
+    const Layer layer = MakeLayer(kind, kExperts, 64, 32, 31);
+    for (int64_t tokens : {9, 80, 700}) {
+      std::vector<int32_t> ids;
+      for (int32_t id : RandomIds(tokens, kExperts - 1, 1, 32)) {
+        const int32_t other = id < 5 ? id : id + 1;
+        ids.push_back(std::min(other, 5));
+        ids.push_back(std::max(other, 5));
+      }
+      Check(layer, 0, kExperts, ids, 2, 33, std::to_string(tokens) + " tokens");
+    }
+  }
+}
+
 // The tiles of the large products are as wide as an expert's picks ask for, up to 320.
 TEST_P(MoeTest, AnyNumberOfPicksAnExpert) {
   const std::vector<int32_t> counts = {17,  0,   50,  90,  128, 150, 161, 200, 209,
