@@ -2,12 +2,12 @@
 
 #include "kernels/cuda/moe_stream.cuh"
 
-// MoeStreamKernel for MXFP4 weights, dequantised in registers. A block's warps are two groups of rows x four slices of
+// MoeStreamKernel for MXFP4 weights, dequantised in registers. A block's warps are four groups of rows x two slices of
 // the contraction; the groups share the picks' inputs through L1. Weights are loaded a step ahead, and the first before
 // anything is known about the picks.
 namespace k3::cuda {
 
-constexpr int kMxfp4Slices = 4;
+constexpr int kMxfp4Slices = 2;
 template <int kTiles>
 constexpr int kMxfp4StreamRows = 16 * kTiles* kStreamWarps / kMxfp4Slices;  // of a block
 
