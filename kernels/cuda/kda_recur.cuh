@@ -24,8 +24,8 @@ struct KdaNormShared {
   alignas(16) bf16 gate[2][kChunkRows][kChunkDim + 8];
 };
 
-// Bytes of dynamic shared memory. Without the norm there is room for two blocks on a multiprocessor, which is why U does
-// not pass through it: only one warp wants each of its values.
+// Bytes of dynamic shared memory. Without the norm there is room for two blocks on a multiprocessor, which is why U
+// does not pass through it: only one warp wants each of its values.
 constexpr size_t KdaRecurShared(bool norm) {
   return kStages * sizeof(KdaStage) + (norm ? sizeof(KdaNormShared) : 0) + kStages * sizeof(uint64_t);
 }
