@@ -48,12 +48,16 @@ KdaScratch Layout(void* base, int64_t tokens, int64_t sequences, int64_t heads) 
   return scratch;
 }
 
+constexpr int kUnsplit = 1 << 30;
+constexpr int kUnsliced = 1 << 24;
+constexpr int kMostSliceChunks = 64;
+
 // How the serial part is spread over the device.
 struct RecurVariant {
   int warps;           // of a block: 8 / warps blocks share a (segment, head)
   int segment_chunks;  // length of a segment; kUnsplit: one segment a run
+  int slice_chunks = kUnsliced;
 };
-constexpr int kUnsplit = 1 << 30;
 
 // A round has about `runs` runs and at most `most_runs`, the longest of `longest` chunks.
 RecurVariant ChooseRecur(const Device& device, int64_t runs, int64_t most_runs, int64_t longest, int64_t heads,
@@ -68,7 +72,14 @@ RecurVariant ChooseRecur(const Device& device, int64_t runs, int64_t most_runs, 
   const int64_t blocks = runs * heads * (kValueBlocks / variant.warps);
   // Segments cost a second pass over the state products; they pay once most of the device would idle and runs are long.
   const int64_t want = std::min({max_segments / most_runs, 2 * device.multiprocessors / blocks, longest / 8});
-  if (want >= 3) variant.segment_chunks = static_cast<int>(CeilDiv(longest, want));
+  if (want >= 3) {
+    variant.segment_chunks = static_cast<int>(CeilDiv(longest, want));
+  } else if (most_runs == 1) {
+    // Slices let the preparation run beside the recurrence. Four warps a block rather than two: that leaves the
+    // preparation more multiprocessors of its own, and what the recurrence loses is hidden.
+    variant.warps = std::max(variant.warps, 4);
+    variant.slice_chunks = static_cast<int>(std::min<int64_t>(kMostSliceChunks, RoundUp(CeilDiv(longest, 3), 16)));
+  }
   return variant;
 }
 
@@ -185,41 +196,53 @@ void Chunked(const Device& device, const KdaParams& p, cudaStream_t queue) {
 
   Launch(&KdaPlanKernel, {.grid = dim3(1), .block = dim3(kPlanThreads), .shared = 33 * sizeof(int)}, queue, "KdaPlan",
          batch, kStepLimit, variant.segment_chunks, rounds, scratch);
+  const bool sliced = variant.slice_chunks < longest;
   const unsigned heads = static_cast<unsigned>(p.heads);
+  const unsigned groups = static_cast<unsigned>(kValueBlocks / variant.warps);
+  void (*prepare)(KdaParams, SequenceBatch, KdaScratch, int, bool);
+  if (p.gate_kind == KdaGate::kBounded) {
+    prepare = packs_aligned ? &KdaPrepareKernel<true, true> : &KdaPrepareKernel<true, false>;
+  } else {
+    prepare = packs_aligned ? &KdaPrepareKernel<false, true> : &KdaPrepareKernel<false, false>;
+  }
+  auto* recur = norm ? &KdaRecurKernel<true, true, false, StateT> : &KdaRecurKernel<true, false, false, StateT>;
+  if (sliced) recur = norm ? &KdaRecurKernel<true, true, true, StateT> : &KdaRecurKernel<true, false, true, StateT>;
   for (int round = 0; round < rounds; ++round) {
     const int64_t round_chunks =
         std::min<int64_t>(scratch.round_chunks, chunks - int64_t{round} * scratch.round_chunks);
-    void (*prepare)(KdaParams, SequenceBatch, KdaScratch, int);
-    if (p.gate_kind == KdaGate::kBounded) {
-      prepare = packs_aligned ? &KdaPrepareKernel<true, true> : &KdaPrepareKernel<true, false>;
-    } else {
-      prepare = packs_aligned ? &KdaPrepareKernel<false, true> : &KdaPrepareKernel<false, false>;
-    }
-    Launch(prepare,
-           {.grid = dim3(heads, static_cast<unsigned>(round_chunks)),
-            .block = dim3(kPrepareThreads),
-            .shared = sizeof(KdaPrepareShared)},
-           queue, "KdaPrepare", p, batch, scratch, round);
     const int64_t segments = std::min(round_chunks, most_runs * (split ? CeilDiv(longest, variant.segment_chunks) : 1));
-    LaunchShape recur;
-    recur.block = dim3(static_cast<unsigned>(32 * variant.warps));
-    recur.shared = KdaRecurShared(norm);
-    const unsigned groups = static_cast<unsigned>(kValueBlocks / variant.warps);
-    if (split) {
-      recur.grid = dim3(2 * groups, heads, static_cast<unsigned>(segments));
-      recur.shared = KdaRecurShared(false);
-      Launch(&KdaRecurKernel<false, false, StateT>, recur, queue, "KdaTransitions", p, batch, scratch, round,
-             pairs_aligned);
-      recur.shared = KdaRecurShared(norm);
-      Launch(&KdaComposeKernel,
-             {.grid = dim3(kValueBlocks, heads, static_cast<unsigned>(segments)),
-              .block = dim3(kComposeThreads),
-              .shared = kValueBlock * (kChunkDim + 4) * sizeof(float)},
-             queue, "KdaCompose", scratch, p.heads, round);
+    LaunchShape recur_shape;
+    recur_shape.grid = dim3(groups, heads, static_cast<unsigned>(segments));
+    recur_shape.block = dim3(static_cast<unsigned>(32 * variant.warps));
+    recur_shape.shared = KdaRecurShared(norm);
+    for (int64_t begin = 0; begin < round_chunks; begin += variant.slice_chunks) {
+      const KdaSlice slice{static_cast<int>(begin), variant.slice_chunks};
+      // The launch before is then the recurrence of another slice: of this round or, of other data, the last.
+      const bool tail = begin > 0 || (sliced && round > 0);
+      KdaScratch from = scratch;
+      from.data += begin * p.heads;
+      const int64_t rows = std::min<int64_t>(variant.slice_chunks, round_chunks - begin) + tail;
+      Launch(prepare,
+             {.grid = dim3(heads, static_cast<unsigned>(rows)),
+              .block = dim3(kPrepareThreads),
+              .shared = sizeof(KdaPrepareShared),
+              .early = tail},
+             queue, "KdaPrepare", p, batch, from, static_cast<int>(round * int64_t{scratch.round_chunks} + begin),
+             tail);
+      if (split) {
+        LaunchShape shape = recur_shape;
+        shape.grid.x *= 2;
+        shape.shared = KdaRecurShared(false);
+        Launch(&KdaRecurKernel<false, false, false, StateT>, shape, queue, "KdaTransitions", p, batch, scratch, round,
+               slice, pairs_aligned);
+        Launch(&KdaComposeKernel,
+               {.grid = dim3(kValueBlocks, heads, static_cast<unsigned>(segments)),
+                .block = dim3(kComposeThreads),
+                .shared = kValueBlock * (kChunkDim + 4) * sizeof(float)},
+               queue, "KdaCompose", scratch, p.heads, round);
+      }
+      Launch(recur, recur_shape, queue, "KdaRecur", p, batch, scratch, round, slice, pairs_aligned);
     }
-    recur.grid = dim3(groups, heads, static_cast<unsigned>(segments));
-    auto* recur_kernel = norm ? &KdaRecurKernel<true, true, StateT> : &KdaRecurKernel<true, false, StateT>;
-    Launch(recur_kernel, recur, queue, "KdaRecur", p, batch, scratch, round, pairs_aligned);
     const int first = norm ? scratch.round_chunks : 0;
     const int rows = scratch.round_chunks - first + (round + 1 == rounds ? batch.num_sequences : 0);
     if (rows > 0) {

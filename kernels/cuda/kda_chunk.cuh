@@ -53,6 +53,12 @@ struct KdaSegmentData {
   float transition[kChunkDim * kChunkDim];  // P: out = P in + zero
 };
 
+// A part of a round that is one run, not cut into segments: its chunks [begin, begin + chunks). The recurrence of one
+// slice runs beside the preparation of the next, which starts as soon as all blocks of the former have started.
+struct KdaSlice {
+  int begin, chunks;
+};
+
 struct KdaScratch {
   KdaPlan* plan;
   KdaChunk* chunks;        // [tokens]

@@ -117,12 +117,18 @@ __device__ __forceinline__ void ConvHalfTile(const bf16* history, const bf16* ro
   }
 }
 
-// Grid (heads, chunks of the round). kAligned: rows of qkv and decay start on 16 bytes.
+// Grid (heads, chunks of the round or slice). A slice but the first is launched while the recurrence of the one before
+// may still run; it has one more row of blocks (`tail`), which waits for it, so that what comes after this launch comes
+// after both. kAligned: rows of qkv and decay start on 16 bytes.
 template <bool kBounded, bool kAligned>
 __global__ void __launch_bounds__(kPrepareThreads, kBounded ? 2 : 1)
-    KdaPrepareKernel(KdaParams p, SequenceBatch batch, KdaScratch scratch, int round) {
+    KdaPrepareKernel(KdaParams p, SequenceBatch batch, KdaScratch scratch, int first_chunk, bool tail) {
+  if (tail && blockIdx.y + 1 == gridDim.y) {
+    if (blockIdx.x == 0) GridDependencyWait();
+    return;
+  }
   KdaPrepareShared& s = *DynamicShared<KdaPrepareShared>();
-  const int chunk_index = round * scratch.round_chunks + blockIdx.y;
+  const int chunk_index = first_chunk + blockIdx.y;
   if (chunk_index >= scratch.plan->chunks) return;
   const KdaChunk chunk = scratch.chunks[chunk_index];
   const int head = blockIdx.x;

@@ -105,12 +105,22 @@ __device__ __forceinline__ void StoreState(StateT* to, int value, int lane, cons
 // states and snapshots. kNorm, for blocks that hold all of a head: the outputs are normed and gated; 16-byte rows.
 // Otherwise the norm is to follow. Without kOutput the first pass over split runs, which leaves each segment's
 // transition and its result from a zero state; then the value groups count the 128 columns of the transition as well.
-template <bool kOutput, bool kNorm, typename StateT>
-__global__ void KdaRecurKernel(KdaParams p, SequenceBatch batch, KdaScratch scratch, int round, bool pairs_aligned) {
+// kSliced: walks `slice` of the only run; the state passes from slice to slice through border.in, in fp32.
+template <bool kOutput, bool kNorm, bool kSliced, typename StateT>
+__global__ void KdaRecurKernel(KdaParams p, SequenceBatch batch, KdaScratch scratch, int round, KdaSlice slice,
+                               bool pairs_aligned) {
+  if constexpr (kSliced) GridDependencyRelease();  // the preparation of the next slice
   const int first_segment = scratch.plan->segment_begin[round];
   const int segment_index = first_segment + blockIdx.z;
   if (segment_index >= scratch.plan->segment_begin[round + 1]) return;
-  const KdaSegment segment = scratch.segments[segment_index];
+  const KdaSegment whole = scratch.segments[segment_index];
+  const int chunk_begin = whole.chunk_begin + (kSliced ? slice.begin : 0);
+  const int chunk_end = kSliced ? min(whole.chunk_end, chunk_begin + slice.chunks) : whole.chunk_end;
+  if (kSliced && chunk_begin >= chunk_end) return;
+  const bool to_slice = kSliced && chunk_end < whole.chunk_end;
+  const KdaSegment segment = {chunk_begin, chunk_end, whole.sequence,
+                              kSliced ? whole.first && slice.begin == 0 : whole.first,
+                              kSliced ? whole.last && !to_slice : whole.last};
   const int warps = blockDim.x / 32;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head = blockIdx.y;
@@ -297,7 +307,9 @@ __global__ void KdaRecurKernel(KdaParams p, SequenceBatch batch, KdaScratch scra
     }
   }
   if constexpr (kOutput) {
-    if (segment.last && slot >= 0) {
+    if (kSliced && to_slice) {
+      StoreState(border.in, value, lane, state);
+    } else if (segment.last && slot >= 0) {
       StoreState(reinterpret_cast<StateT*>(KdaStateSlot(p, slot)) + home, value, lane, state);
     }
   } else if (transition) {

@@ -564,6 +564,34 @@ TEST_P(KdaTest, LongSequenceKeepsItsMemory) {
   }
 }
 
+// One sequence of as many heads as the models have, long enough for a device to prepare a part of it while it walks the
+// part before: memory reaches over all parts, and nothing depends on which of them is faster.
+TEST_P(KdaTest, PartsOfOneSequenceOfManyHeads) {
+  const KdaShape shape{32, 128, 4};
+  for (KdaGate kind : {KdaGate::kBounded, KdaGate::kSoftplus}) {
+    oracle::KdaInput in = MakeInput(shape, ops().is_cpu() ? 70 : 1100, 105);
+    in.gate_kind = kind;
+    for (float& z : in.decay) z -= 9;
+    in.decay = Round(in.decay, act());
+    const std::vector<SnapshotSpec> snapshots = {{static_cast<int32_t>(in.tokens) - 20, 2}};
+    const Weights weights = Upload(in);
+    const oracle::KdaState start = RandomState(shape, 106);
+    oracle::KdaState state = start;
+    Pool pool(ops(), shape, DType::kF32);
+    pool.Set(1, start);
+    const std::vector<float> out = Step({in}, {1}, weights, pool, snapshots, {30});
+    ExpectClose(out, oracle::Kda(in, state, nullptr), kda_tolerance(), "output");
+    ExpectClose(pool.State(1), state.state, kda_tolerance(), "state");
+    for (int i = 0; i < 3; ++i) {
+      Pool again(ops(), shape, DType::kF32);
+      again.Set(1, start);
+      ExpectSameBits(Step({in}, {1}, weights, again, snapshots, {30}), out);
+      ExpectSameBits(again.State(1), pool.State(1));
+      ExpectSameBits(again.State(2), pool.State(2), "snapshot");
+    }
+  }
+}
+
 // More cuts than a step of this length has by itself.
 TEST_P(KdaTest, SnapshotsAfterManyRows) {
   const KdaShape shape{1, 128, 4};
