@@ -244,24 +244,23 @@ __global__ void __launch_bounds__(kAttnResThreads / kBlocks, kBlocks == 2 ? 2 : 
   StoreFloats<N>(args.out.Row(row) + column, mix);
 }
 
-constexpr int kAttnResSlots = 11;  // of the ring, a source of a row each
+constexpr int kAttnResSlots = 12;  // of the ring, a source of a row each
 
 template <typename T>
 constexpr size_t AttnResStreamShared(int cols) {
-  return sizeof(AttnResShared) + 16 * sizeof(uint64_t) + static_cast<size_t>(cols) * 2 * sizeof(float) +
+  return sizeof(AttnResShared) + 16 * sizeof(uint64_t) + static_cast<size_t>(cols) * sizeof(float) +
          static_cast<size_t>(kAttnResSlots) * cols * sizeof(T);
 }
 
 // Many rows: a resident block takes every gridDim.x-th one. The copy engine brings the sources of this row and the next
 // into a ring; a source leaves it for registers as soon as it is there, so that its slot is on its way again while the
-// row is reduced, mixed and stored.
+// row is reduced, mixed and stored. A thread has the same columns of all rows, and keeps their part of the query.
 template <typename T, int kSources>
 __global__ void __launch_bounds__(kAttnResThreads, 1) AttnResStreamKernel(AttnResArgs<T> args, int rows) {
   constexpr int N = kPack<T>;
   AttnResShared& s = *DynamicShared<AttnResShared>();
   uint64_t* full = reinterpret_cast<uint64_t*>(&s + 1);  // of a slot
-  float* query_shared = reinterpret_cast<float*>(full + 16);
-  float* norm_shared = query_shared + args.cols;
+  float* norm_shared = reinterpret_cast<float*>(full + 16);
   T* ring = reinterpret_cast<T*>(norm_shared + args.cols);
   const int column = static_cast<int>(threadIdx.x) * N;
   const bool active = column < args.cols;
@@ -295,10 +294,9 @@ __global__ void __launch_bounds__(kAttnResThreads, 1) AttnResStreamKernel(AttnRe
     BarrierInitFence();
     order(kAttnResSlots);
   }
-  for (int i = threadIdx.x; i < args.cols; i += blockDim.x) {
-    if (args.sources > 1) query_shared[i] = args.query[i];
-    norm_shared[i] = args.norm_weight[i];
-  }
+  for (int i = threadIdx.x; i < args.cols; i += blockDim.x) norm_shared[i] = args.norm_weight[i];
+  float query[N] = {};
+  if (active && args.sources > 1) LoadFloats<N>(args.query + column, query);
   __syncthreads();
 
   int slot = 0;
@@ -315,8 +313,7 @@ __global__ void __launch_bounds__(kAttnResThreads, 1) AttnResStreamKernel(AttnRe
   };
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     HeldPack<T> source[kSources] = {};
-    float query[N] = {}, mix[N];
-    if (active && args.sources > 1) LoadFloats<N>(query_shared + column, query);
+    float mix[N];
 #pragma unroll
     for (int j = 0; j < kSources; ++j) {
       if (j < live || (j == live && !args.restart)) source[j] = take();
