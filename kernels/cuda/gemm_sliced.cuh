@@ -83,14 +83,7 @@ __global__ void __launch_bounds__(kSlicedThreads) SlicedStreamKernel(FixedGemmAr
   Out* c = args.c + blockIdx.z * args.stride_c;
   const int slices = (args.k + length - 1) / length;
   for (int i = threadIdx.x; i < kTiles * kRows * 32; i += kSlicedThreads) {
-    float4 total = partial[i];
-    for (int s = 1; s < slices; ++s) {
-      const float4 other = partial[s * kTiles * kRows * 32 + i];
-      total.x += other.x;
-      total.y += other.y;
-      total.z += other.z;
-      total.w += other.w;
-    }
+    const float4 total = SumInOrder(partial + i, kTiles * kRows * 32, slices);
     const int row = i / 32 % kRows * 8 + 2 * t, col = first_col + i / (32 * kRows) * 16 + g;
     StoreSliced(args, c, row, col, total.x, total.z);
     StoreSliced(args, c, row + 1, col, total.y, total.w);

@@ -63,6 +63,20 @@ __device__ __forceinline__ float WarpSum(float value) {
   return value;
 }
 
+// first[0] + first[stride] + ..., `count` of them from left to right.
+__device__ __forceinline__ float4 SumInOrder(const float4* first, int stride, int count) {
+  float4 total = first[0];
+#pragma unroll
+  for (int i = 1; i < count; ++i) {
+    const float4 other = first[i * stride];
+    total.x += other.x;
+    total.y += other.y;
+    total.z += other.z;
+    total.w += other.w;
+  }
+  return total;
+}
+
 __device__ __forceinline__ float WarpMax(float value) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, offset));

@@ -274,8 +274,7 @@ struct FinishTileShared {
 };
 
 // out = (combined splits) Wuv^T times the gate, if there is one: a cluster a head and tile of tokens, a block 128
-// columns of the latent. Grid (heads * kFinishBlocks, tokens / kTileTokens); at most
-// kMaxTileSplits splits,
+// columns of the latent. Grid (heads * kFinishBlocks, tokens / kTileTokens); at most kMaxTileSplits splits,
 // args.rows.tiles_per_sequence > 0.
 __global__ void __launch_bounds__(kFinishBound, 1)
     MlaFinishTileKernel(AbsorbedArgs args, SequenceBatch batch, const bf16* kv_b, int head_rows,

@@ -124,15 +124,7 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeStreamKernel(Strea
     }
     __syncthreads();
     for (int i = threadIdx.x; i < kTiles * kTokens * 32; i += kStreamThreads) {
-      float4 total = partial[i];
-#pragma unroll
-      for (int w = 1; w < kStreamWarps; ++w) {
-        const float4 other = partial[w * kTiles * kTokens * 32 + i];
-        total.x += other.x;
-        total.y += other.y;
-        total.z += other.z;
-        total.w += other.w;
-      }
+      const float4 total = SumInOrder(partial + i, kTiles * kTokens * 32, kStreamWarps);
       const int tile = i / (32 * kTokens), n = i / 32 % kTokens;
       if (tile >= tiles) continue;
       StoreStreamed<kUp>(args, total, group.begin, group.count, n, first_row + 16 * tile);

@@ -131,15 +131,7 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeMxfp4StreamKernel(
     for (int i = threadIdx.x; i < kStreamWarps / kSlices * kWarpSums; i += kStreamThreads) {
       const int rows = i / kWarpSums, tile = i % kWarpSums / (32 * kTokens), n = i / 32 % kTokens;
       const float4* from = partial + rows * kSlices * kWarpSums + i % kWarpSums;
-      float4 total = from[0];
-#pragma unroll
-      for (int s = 1; s < kSlices; ++s) {
-        const float4 other = from[s * kWarpSums];
-        total.x += other.x;
-        total.y += other.y;
-        total.z += other.z;
-        total.w += other.w;
-      }
+      const float4 total = SumInOrder(from, kWarpSums, kSlices);
       const int row = first_row + 16 * (rows * kTiles + tile);
       if (row < args.out) StoreStreamed<kUp>(args, total, group.begin, group.count, n, row);
     }
