@@ -152,7 +152,7 @@ struct AddRmsNormParams {
 //   live = bank[live_block]; if delta: live = restart ? delta : live + delta (stored back, rounded to act)
 //   a_j = softmax over j in 0..live_block of sum_c bank[j][c] * rsqrt(mean(bank[j]^2) + mix_eps) * query[c]
 //   out = RmsNorm(sum_j a_j bank[j]), the norm applied to the unrounded fp32 mix.
-// With live_block == 0 the mix is the live sum itself.
+// With live_block == 0 the mix is the live sum itself. Blocks before live_block are not what the op before this wrote.
 struct AttnResMixParams {
   void* bank = nullptr;  // [live_block + 1][T, D] act, block-major; block j starts at element j * block_stride
   int64_t block_stride = 0;

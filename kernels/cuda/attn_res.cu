@@ -1,41 +1,38 @@
+#include <type_traits>
+
 #include "kernels/cuda/attn_res.cuh"
 #include "kernels/cuda/op_table.h"
 
 namespace k3::cuda {
 namespace {
 
-constexpr int64_t kStreamRounds = 4;  // rows a multiprocessor from which resident blocks pay
 constexpr int64_t kClusterRows = 32;  // rows up to which a cluster shares one
 
-template <typename T, int kSources, int kBlocks>
-void LaunchHeld(const AttnResArgs<T>& args, int64_t rows, int64_t warps, cudaStream_t queue) {
+template <int kSources, int kBlocks>
+void LaunchHeld(const AttnResArgs<bf16>& args, int64_t rows, int64_t warps, cudaStream_t queue) {
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(rows * kBlocks));
   shape.block = dim3(static_cast<unsigned>(warps / kBlocks * 32));
   shape.shared = sizeof(AttnResShared);
   shape.cluster = kBlocks;
-  Launch(&AttnResKernel<T, kSources, kBlocks>, shape, queue, "AttnResMix", args);
+  shape.early = true;
+  Launch(&AttnResKernel<kSources, kBlocks>, shape, queue, "AttnResMix", args);
 }
 
-// Every variant gives the same bits.
-template <typename T, int kSources>
-void LaunchFor(const Device& device, const AttnResArgs<T>& args, int64_t rows, cudaStream_t queue) {
-  const int64_t warps = CeilDiv(args.cols / kPack<T>, 32);
-  const size_t shared = AttnResStreamShared<T>(args.cols);
-  if (rows >= kStreamRounds * device.multiprocessors && shared <= device.shared_per_block &&
-      (args.delta.data == nullptr || args.delta.ld % kPack<T> == 0)) {
-    LaunchShape shape;
-    shape.grid = dim3(static_cast<unsigned>(device.multiprocessors));
-    shape.block = dim3(static_cast<unsigned>(warps * 32));
-    shape.shared = shared;
-    return Launch(&AttnResStreamKernel<T, kSources>, shape, queue, "AttnResMix", args, static_cast<int>(rows));
+// Both variants give the same bits.
+template <int kSources>
+void LaunchFor(const AttnResArgs<bf16>& args, int64_t rows, cudaStream_t queue) {
+  if (args.sources < kSources) {
+    if constexpr (kSources > 1) LaunchFor<kSources - 1>(args, rows, queue);
+    return;
   }
-  if (rows <= kClusterRows && warps % 4 == 0) return LaunchHeld<T, kSources, 4>(args, rows, warps, queue);
-  LaunchHeld<T, kSources, 1>(args, rows, warps, queue);
+  const int64_t warps = RoundUp(CeilDiv(args.cols / kPack<bf16>, 32), 4);
+  if (rows <= kClusterRows) return LaunchHeld<kSources, 4>(args, rows, warps, queue);
+  LaunchHeld<kSources, 1>(args, rows, warps, queue);
 }
 
 template <typename T>
-void Mix(const Device& device, const AttnResMixParams& params, cudaStream_t queue) {
+void Mix(const AttnResMixParams& params, cudaStream_t queue) {
   AttnResArgs<T> args;
   args.bank = static_cast<T*>(params.bank);
   args.block_stride = params.block_stride;
@@ -49,13 +46,15 @@ void Mix(const Device& device, const AttnResMixParams& params, cudaStream_t queu
   args.norm_eps = params.norm_eps;
   args.out = AsMatrix<T>(params.out);
 
-  constexpr int N = kPack<T>;
-  const bool aligned = params.cols % N == 0 && params.cols / N <= kAttnResThreads && params.block_stride % N == 0 &&
-                       Aligned(params.bank, 16) && RowsAligned16(params.out) && Aligned(params.norm_weight, 16) &&
-                       Aligned(params.query, 16) && (!params.delta || RowsAligned16(params.delta));
-  if (aligned && args.sources <= 2) return LaunchFor<T, 2>(device, args, params.rows, queue);
-  if (aligned && args.sources <= 5) return LaunchFor<T, 5>(device, args, params.rows, queue);
-  if (aligned && args.sources <= 9) return LaunchFor<T, 9>(device, args, params.rows, queue);
+  if constexpr (std::is_same_v<T, bf16>) {
+    constexpr int N = kPack<bf16>;
+    const bool aligned = params.cols % N == 0 && params.cols / N <= kAttnResThreads && params.block_stride % N == 0 &&
+                         Aligned(params.bank, 16) && RowsAligned16(params.out) && Aligned(params.norm_weight, 16) &&
+                         Aligned(params.query, 16) && (!params.delta || RowsAligned16(params.delta));
+    if (aligned && args.sources <= kAttnResMostSources) {
+      return LaunchFor<kAttnResMostSources>(args, params.rows, queue);
+    }
+  }
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(params.rows));
   shape.block = dim3(256);
@@ -79,7 +78,7 @@ void AttnResMix(const Device& device, const AttnResMixParams& params, cudaStream
   K3_REQUIRE_MATRIX(params.out, device.act, params.rows, params.cols);
   if (params.delta) K3_REQUIRE_MATRIX(params.delta, device.act, params.rows, params.cols);
   if (params.rows == 0) return;
-  device.act == DType::kBF16 ? Mix<bf16>(device, params, queue) : Mix<float>(device, params, queue);
+  device.act == DType::kBF16 ? Mix<bf16>(params, queue) : Mix<float>(params, queue);
 }
 
 }  // namespace k3::cuda

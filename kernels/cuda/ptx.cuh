@@ -248,6 +248,13 @@ __device__ __forceinline__ float Reciprocal(float x) {
   return y;
 }
 
+// 1 / sqrt(x) to 2 ulp; infinite for x below 2^-126.
+__device__ __forceinline__ float ReciprocalRoot(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // tanh with an error of up to 2^-11 of it.
 __device__ __forceinline__ float Tanh(float x) {
   float y;
@@ -306,6 +313,10 @@ __device__ __forceinline__ uint32_t ClusterRank() {
 __device__ __forceinline__ void ClusterArrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+// Says only that this block has started: nothing written before is visible after the wait.
+__device__ __forceinline__ void ClusterArriveRelaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void ClusterWait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The address of block `rank`'s copy of a shared variable.
 template <typename T>
@@ -313,6 +324,19 @@ __device__ __forceinline__ T* InBlock(T* shared, uint32_t rank) {
   uint64_t address;
   asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(reinterpret_cast<uint64_t>(shared)), "r"(rank));
   return reinterpret_cast<T*>(address);
+}
+
+// Stores a float to block `rank`'s copy of a shared variable and counts its bytes on that block's copy of `barrier`.
+__device__ __forceinline__ void StoreAsync(float* to, float value, uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, barrier;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 barrier, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %1, [barrier];\n"
+      "}" ::"r"(SharedAddress(to)),
+      "r"(__float_as_uint(value)), "r"(SharedAddress(barrier)), "r"(rank)
+      : "memory");
 }
 
 }  // namespace k3::cuda
