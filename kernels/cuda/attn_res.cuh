@@ -198,7 +198,7 @@ __device__ __forceinline__ void AttnResStore(const AttnResShared& s, int warps, 
   if (active) StoreFloats<8>(out, mix);
 }
 
-__device__ const float kAttnResZeros[8] = {};  // what threads beyond the last column read
+alignas(16) __device__ const float kAttnResZeros[8] = {};  // what threads beyond the last column read
 
 // A row for a cluster of kBlocks blocks, with exactly kSources sources. Each thread owns one pack of 8 columns; the
 // row's warps, a multiple of four, cover them all. Starts while the launch before still runs: what it reads until the
