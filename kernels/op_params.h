@@ -179,17 +179,20 @@ enum class KdaGate : uint8_t {
 //   S <- diag(exp(g)) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q.
 struct KdaParams {
   const SequenceBatch* batch = nullptr;
-  int32_t heads = 0;                   // H
-  int32_t head_dim = 0;                // d
-  int32_t conv_width = 0;              // W, taps per channel; tap W-1 meets the current token
-  MatrixView qkv;                      // [T, 3*H*d] act: raw q | k | v before the convolution
-  MatrixView decay;                    // [T, H*d] act: f_b(f_a(x)), dt_bias not yet added
-  MatrixView beta;                     // [T, H] act: write-strength logits
-  MatrixView gate;                     // [T, H*d] act: output-gate logits
-  const float* conv_taps = nullptr;    // [3*H*d, W]
+  int32_t heads = 0;       // H
+  int32_t head_dim = 0;    // d
+  int32_t conv_width = 0;  // W, taps per channel; tap W-1 meets the current token
+  MatrixView qkv;          // [T, 3*H*d] act: raw q | k | v before the convolution
+  MatrixView decay;        // [T, H*d] act: f_b(f_a(x)), dt_bias not yet added
+  MatrixView beta;         // [T, H] act: write-strength logits
+  MatrixView gate;         // [T, H*d] act: output-gate logits
+  // [3*H*d, W]. Null, together with norm_weight: the recurrence alone, with its norms of q and k and its gates, as
+  // public chunked kernels have it. qkv holds convolved q, k and v, out takes what the recurrence gives; conv_state and
+  // gate are not used.
+  const float* conv_taps = nullptr;
   const float* dt_bias = nullptr;      // [H*d]
   const float* a_log = nullptr;        // [H]
-  const float* norm_weight = nullptr;  // [d]
+  const float* norm_weight = nullptr;  // [d], or null, see conv_taps
   KdaGate gate_kind = KdaGate::kBounded;
   float gate_lower_bound = 0;  // kBounded only, in [-5, 0)
   float norm_eps = 0;

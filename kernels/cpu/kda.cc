@@ -57,10 +57,8 @@ void CheckKda(const KdaParams& p) {
             std::string("state_dtype must be F32 or BF16, got ") + Name(p.state_dtype));
   CheckTrue(p.gate_kind != KdaGate::kBounded || (p.gate_lower_bound >= -5 && p.gate_lower_bound < 0), op,
             "gate_lower_bound must be in [-5, 0), got " + std::to_string(p.gate_lower_bound));
-  for (const auto& [name, pointer] : {std::pair<const char*, const void*>{"conv_taps", p.conv_taps},
-                                      {"dt_bias", p.dt_bias},
+  for (const auto& [name, pointer] : {std::pair<const char*, const void*>{"dt_bias", p.dt_bias},
                                       {"a_log", p.a_log},
-                                      {"norm_weight", p.norm_weight},
                                       {"state", p.state},
                                       {"scratch", p.scratch},
                                       {"token_begin", batch.token_begin},
@@ -68,7 +66,9 @@ void CheckKda(const KdaParams& p) {
                                       {"sequence_of_token", batch.sequence_of_token}}) {
     CheckPointer(op, name, pointer);
   }
-  if (p.conv_width > 1) CheckPointer(op, "conv_state", p.conv_state);
+  CheckTrue((p.conv_taps == nullptr) == (p.norm_weight == nullptr), op,
+            "conv_taps and norm_weight must both be given or both be null");
+  if (p.conv_taps != nullptr && p.conv_width > 1) CheckPointer(op, "conv_state", p.conv_state);
 }
 
 }  // namespace
@@ -82,38 +82,39 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
   CheckKda(p);
   const SequenceBatch& batch = *p.batch;
   const int64_t heads = p.heads, d = p.head_dim, width = heads * d, channels = 3 * width;
-  const KdaScratch s(p.scratch, batch.num_tokens, heads, d, p.conv_width);
-  const float* taps = TransposedTaps(p.conv_taps, channels, p.conv_width, s.taps);
+  const int32_t conv_width = p.conv_taps != nullptr ? p.conv_width : 1;
+  const KdaScratch s(p.scratch, batch.num_tokens, heads, d, conv_width);
+  const float* taps = p.conv_taps != nullptr ? TransposedTaps(p.conv_taps, channels, conv_width, s.taps) : nullptr;
 
   const auto conv_slot = [&](int32_t slot) {
     return reinterpret_cast<float*>(static_cast<char*>(p.conv_state) + slot * p.slot_stride);
   };
   // Padding has no memory and starts from zero.
-  const size_t history_floats = static_cast<size_t>((p.conv_width - 1) * channels);
+  const size_t history_floats = static_cast<size_t>((conv_width - 1) * channels);
   if (no_history_.size() < history_floats) no_history_.assign(history_floats, 0.0f);
   const auto conv_history = [&](int64_t sequence) {
     const int32_t slot = batch.state_slot[sequence];
     return ConvHistory(slot >= 0 ? conv_slot(slot) : no_history_.data(),
-                       p.qkv.as<float>() + batch.token_begin[sequence] * p.qkv.ld, p.qkv.ld, channels, p.conv_width);
+                       p.qkv.as<float>() + batch.token_begin[sequence] * p.qkv.ld, p.qkv.ld, channels, conv_width);
   };
 
   // 1. Convolution with SiLU, l2norm, gates.
-  ForRows(batch.num_tokens * heads, 3 * d * (p.conv_width + 12) + 40 * d, [&](int64_t begin, int64_t end, int thread) {
-    auto** history = reinterpret_cast<const float**>(ThreadFloats(thread, 3 * p.conv_width * 2 + 2));
+  ForRows(batch.num_tokens * heads, 3 * d * (conv_width + 12) + 40 * d, [&](int64_t begin, int64_t end, int thread) {
+    auto** history = reinterpret_cast<const float**>(ThreadFloats(thread, 3 * conv_width * 2 + 2));
     for (int64_t i = begin; i < end; ++i) {
       const int64_t t = i / heads, h = i % heads, sequence = batch.sequence_of_token[t];
       const ConvHistory rows = conv_history(sequence);
       KdaPrepareArgs args;
       args.head_dim = p.head_dim;
-      args.conv_width = p.conv_width;
+      args.conv_width = conv_width;
       args.tap_stride = channels;
       for (int part = 0; part < 3; ++part) {
-        const float** part_rows = history + part * p.conv_width;
-        for (int j = 0; j < p.conv_width; ++j) {
+        const float** part_rows = history + part * conv_width;
+        for (int j = 0; j < conv_width; ++j) {
           part_rows[j] = rows.Row(t - batch.token_begin[sequence], j) + part * width + h * d;
         }
         args.history[part] = part_rows;
-        args.taps[part] = taps + part * width + h * d;
+        args.taps[part] = taps != nullptr ? taps + part * width + h * d : nullptr;
       }
       args.decay = p.decay.as<float>() + t * p.decay.ld + h * d;
       args.dt_bias = p.dt_bias + h * d;
@@ -148,12 +149,12 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
              const int32_t live = batch.state_slot[sequence];
 
              if (part == heads * slices) {
-               if (p.conv_width == 1) return;
+               if (conv_width == 1) return;
                const ConvHistory rows = conv_history(sequence);
                for (; snapshot != snapshot_end && *snapshot < end; ++snapshot) {
-                 StoreConvState(rows, *snapshot + 1 - begin, channels, p.conv_width, conv_slot(slot_of(snapshot)));
+                 StoreConvState(rows, *snapshot + 1 - begin, channels, conv_width, conv_slot(slot_of(snapshot)));
                }
-               if (live >= 0) StoreConvState(rows, end - begin, channels, p.conv_width, conv_slot(live));
+               if (live >= 0) StoreConvState(rows, end - begin, channels, conv_width, conv_slot(live));
                return;
              }
 
@@ -204,6 +205,10 @@ void CpuOps::Kda(const KdaParams& p, Stream) {
   ForRows(batch.num_tokens * heads, 20 * d, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t t = i / heads, column = i % heads * d;
+      if (p.norm_weight == nullptr) {
+        std::copy_n(s.o + i * d, d, p.out.as<float>() + t * p.out.ld + column);
+        continue;
+      }
       kernels_.kda_output(s.o + i * d, p.norm_weight, p.norm_eps, p.gate.as<float>() + t * p.gate.ld + column, d,
                           p.out.as<float>() + t * p.out.ld + column);
     }

@@ -25,8 +25,16 @@ inline void L2Normalise(float* x, int64_t d, float scale) {
 inline void KdaPrepare(const KdaPrepareArgs& a) {
   const int64_t d = a.head_dim;
   float* const outputs[3] = {a.q, a.k, a.v};
-  for (int part = 0; part < 3; ++part)
-    ConvSilu(a.history[part], a.taps[part], a.tap_stride, a.conv_width, d, outputs[part]);
+  for (int part = 0; part < 3; ++part) {
+    if (a.taps[part] == nullptr) {
+      for (int64_t i = 0; i < d; i += 16) {
+        const int64_t c = Lanes(d, i);
+        Store(outputs[part] + i, Load(a.history[part][0] + i, c), c);
+      }
+    } else {
+      ConvSilu(a.history[part], a.taps[part], a.tap_stride, a.conv_width, d, outputs[part]);
+    }
+  }
   L2Normalise(a.q, d, 1.0f / __builtin_sqrtf(static_cast<float>(d)));
   L2Normalise(a.k, d, 1.0f);
   const F32x16 rate = Exp(Set(a.a_log));

@@ -246,9 +246,8 @@ std::unique_ptr<LinearWeight> CudaOps::MakeLinear(std::span<const HostTensor> pa
   return cuda::MakeLinear(device_, *uploader_, parts);
 }
 
-size_t CudaOps::KdaScratchBytes(int64_t tokens, int64_t sequences, int32_t heads, int32_t head_dim,
-                                int32_t conv_width) const {
-  return cuda::KdaScratchBytes(device_, tokens, sequences, heads, head_dim, conv_width);
+size_t CudaOps::KdaScratchBytes(int64_t tokens, int64_t, int32_t heads, int32_t head_dim, int32_t) const {
+  return cuda::KdaScratchBytes(device_, tokens, heads, head_dim);
 }
 
 void CudaOps::Kda(const KdaParams& params, Stream stream) { cuda::Kda(device_, params, Queue(stream)); }

@@ -37,6 +37,7 @@ __global__ void KdaAnyKernel(KdaParams p, SequenceBatch batch) {
   int snapshot = batch.num_snapshots > 0 ? FirstSnapshot(batch, begin) : 0;
 
   const auto store_conv = [&](int rows, int to) {
+    if (p.conv_taps == nullptr) return;
     for (int c = threadIdx.x; c < 3 * d; c += blockDim.x) {
       StoreConvChannel(inputs, rows, c / d * width + head * d + c % d, KdaConvSlot(p, to));
     }
@@ -45,6 +46,10 @@ __global__ void KdaAnyKernel(KdaParams p, SequenceBatch batch) {
     const int64_t token = begin + t;
     for (int c = threadIdx.x; c < 3 * d; c += blockDim.x) {
       const int64_t channel = c / d * width + head * d + c % d;
+      if (p.conv_taps == nullptr) {
+        q[c] = ToFloat(inputs.Row(t)[channel]);
+        continue;
+      }
       float sum = 0;
       for (int j = 0; j < p.conv_width; ++j) {
         const T* row = inputs.Row(t - inputs.history + j);
@@ -89,9 +94,13 @@ __global__ void KdaAnyKernel(KdaParams p, SequenceBatch batch) {
     __syncthreads();
     const float scale = rsqrtf(BlockSum(square_o, partial) / d + p.norm_eps);
     for (int c = threadIdx.x; c < d; c += blockDim.x) {
+      T& out = static_cast<T*>(p.out.data)[token * p.out.ld + head * d + c];
+      if (p.norm_weight == nullptr) {
+        out = FromFloat<T>(o[c]);
+        continue;
+      }
       const float gate = Sigmoid(ToFloat(static_cast<const T*>(p.gate.data)[token * p.gate.ld + head * d + c]));
-      static_cast<T*>(p.out.data)[token * p.out.ld + head * d + c] =
-          FromFloat<T>(o[c] * scale * p.norm_weight[c] * gate);
+      out = FromFloat<T>(o[c] * scale * p.norm_weight[c] * gate);
     }
     for (; snapshot < batch.num_snapshots && batch.snapshot_row[snapshot] == token; ++snapshot) {
       const int to = batch.snapshot_slot[snapshot];

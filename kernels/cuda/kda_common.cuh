@@ -31,6 +31,17 @@ __device__ __forceinline__ float KdaLog2DecayFast(float lower_bound, float rate,
   return -rate * (z > 20.0f ? z * kLog2E : log2);
 }
 
+// log2(1 + 2^x) to 1e-5 of itself, however small it is: log2(1 + e) / e is a polynomial on [0, 1].
+__device__ __forceinline__ float Softplus2(float x) {
+  const float e = Exp2(-fabsf(x));
+  float ratio = fmaf(e, -0.034435898f, 0.14603287f);
+  ratio = fmaf(e, ratio, -0.30303618f);
+  ratio = fmaf(e, ratio, 0.46917406f);
+  ratio = fmaf(e, ratio, -0.72042614f);
+  ratio = fmaf(e, ratio, 1.4426829f);
+  return fmaf(e, ratio, fmaxf(x, 0.0f));
+}
+
 __device__ __forceinline__ char* KdaConvSlot(const KdaParams& p, int slot) {
   return static_cast<char*>(p.conv_state) + slot * p.slot_stride;
 }

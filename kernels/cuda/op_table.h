@@ -25,8 +25,7 @@ void GatedActivation(const Device& device, const GatedActivationParams& params, 
 void CheckActivation(const ActivationSpec& spec);
 void RouterTopK(const Device& device, const RouterTopKParams& params, cudaStream_t queue);
 void RouterSoftCap(const Device& device, const RouterSoftCapParams& params, cudaStream_t queue);
-size_t KdaScratchBytes(const Device& device, int64_t tokens, int64_t sequences, int32_t heads, int32_t head_dim,
-                       int32_t conv_width);
+size_t KdaScratchBytes(const Device& device, int64_t tokens, int32_t heads, int32_t head_dim);
 void Kda(const Device& device, const KdaParams& params, cudaStream_t queue);
 std::unique_ptr<LatentProjection> MakeLatentProjection(const Device& device, Uploader& uploader, const HostTensor& kv_b,
                                                        int32_t heads, int32_t nope_dim, int32_t value_dim);

@@ -99,6 +99,18 @@ __device__ __forceinline__ void CopyTensor4(void* shared, const void* map, int x
 // Orders this thread's earlier writes to shared memory before later bulk copies out of it; a barrier must follow.
 __device__ __forceinline__ void FenceSharedForCopy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// --- counters in global memory ---
+
+// What this thread has written, or has seen of others by a block barrier, is there for whoever reads the sum.
+__device__ __forceinline__ void AddRelease(uint32_t* counter, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t LoadAcquire(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
 // --- launches that overlap (LaunchShape::early) ---
 
 // The next launch may start.
@@ -144,6 +156,22 @@ __device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&fragment)[4], c
                : "memory");
 }
 
+// The same at kOffset bytes behind a shared address.
+template <int kOffset>
+__device__ __forceinline__ void LoadMatrix4(uint32_t (&fragment)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4 + %5];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(row), "n"(kOffset)
+               : "memory");
+}
+template <int kOffset>
+__device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&fragment)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4 + %5];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(row), "n"(kOffset)
+               : "memory");
+}
+
 // The other way: matrix m of `fragment`, transposed, to the rows at which lanes 8 m .. 8 m + 7 point.
 __device__ __forceinline__ void StoreMatrix4Transposed(void* row, const uint32_t (&fragment)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(row)),
@@ -151,11 +179,11 @@ __device__ __forceinline__ void StoreMatrix4Transposed(void* row, const uint32_t
                : "memory");
 }
 
-// Transposes an 8x8 matrix of 16-bit elements held as (row lane / 4, columns 2 (lane % 4) and one more).
-__device__ __forceinline__ uint32_t TransposeFragment(uint32_t fragment) {
-  uint32_t transposed;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(fragment));
-  return transposed;
+template <int kOffset>
+__device__ __forceinline__ void StoreMatrix4Transposed(uint32_t row, const uint32_t (&fragment)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0 + %5], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "n"(kOffset)
+               : "memory");
 }
 
 // sum[16x8] += a[16x16] b[16x8]. With g = lane / 4 and t = lane % 4:
@@ -178,6 +206,15 @@ __device__ __forceinline__ void MmaF16(float (&sum)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same with the product as the sum.
+__device__ __forceinline__ void MmaF16From0(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
+      : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
 // sum[16x8] += a[16x8] b[8x8] in tf32: a[0] (row g, col t), a[1] row g+8, a[2], a[3] at column +4; b0 (row t, col g),
 // b1 row t+4; sums as above. Operands are fp32 bits as ToTf32 gives them.
 __device__ __forceinline__ void MmaTf32(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -193,9 +230,6 @@ __device__ __forceinline__ uint32_t ToTf32(float value) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return bits;
 }
-
-// The same in one instruction for numbers; a NaN may become a number.
-__device__ __forceinline__ uint32_t RoundTf32(float value) { return __float_as_uint(value) + 0x1000u; }
 
 // Two floats rounded to a pair of bf16, `low` in the lower half.
 __device__ __forceinline__ uint32_t PackBf16(float low, float high) {

@@ -202,17 +202,20 @@ struct Batch {
 
 int Sets(double bytes_each) { return std::clamp(static_cast<int>(std::ceil(kL2Bytes / bytes_each)), 1, 64); }
 
+// `core`: as public chunked kernels have it and the goals count prefill, q, k and v come convolved and outputs leave
+// before the gated norm. Otherwise the whole op as a layer runs it.
 void Kda(Bench& bench, const std::string& name, int32_t heads, const std::vector<int32_t>& tokens, KdaGate gate,
-         const char* unit) {
+         const char* unit, bool core = false) {
   if (!bench.Wants(name)) return;
   Ops& ops = bench.ops();
   Arena arena(ops);
   const int64_t total = std::accumulate(tokens.begin(), tokens.end(), int64_t{0}), width = int64_t{heads} * 128;
   const int64_t sequences = static_cast<int64_t>(tokens.size());
-  const double state_bytes = static_cast<double>(sequences * heads) * (2 * 128 * 128 * 4 + 2 * 3 * 3 * 128 * 2);
-  // q, k, v, decay, output gate and output; the goals' prefill floor leaves the output gate out.
+  const double state_bytes =
+      static_cast<double>(sequences * heads) * (2 * 128 * 128 * 4 + (core ? 0 : 2 * 3 * 3 * 128 * 2));
+  // q, k, v, decay and output, and the output gate.
   const double bytes =
-      state_bytes + static_cast<double>(total * width) * 6 * 2 + static_cast<double>(total * heads) * 2;
+      state_bytes + static_cast<double>(total * width) * (core ? 5 : 6) * 2 + static_cast<double>(total * heads) * 2;
   const int sets = Sets(bytes);
   const int64_t state_part = width * 128 * 4, stride = state_part + 3 * 3 * width * 2;
   void* slots = arena.Matrix(1, sets * sequences * stride / 4, 0.05f, DType::kF32).data;
@@ -239,10 +242,10 @@ void Kda(Bench& bench, const std::string& name, int32_t heads, const std::vector
     p.decay = arena.Matrix(total, width, 2);
     p.beta = arena.Matrix(total, heads);
     p.gate = arena.Matrix(total, width);
-    p.conv_taps = taps;
+    p.conv_taps = core ? nullptr : taps;
     p.dt_bias = bias;
     p.a_log = a_log;
-    p.norm_weight = norm;
+    p.norm_weight = core ? nullptr : norm;
     p.gate_kind = gate;
     p.gate_lower_bound = -5;
     p.norm_eps = 1e-5f;
@@ -258,7 +261,9 @@ void Kda(Bench& bench, const std::string& name, int32_t heads, const std::vector
 
 void KdaCases(Bench& bench) {
   const auto prefill = [&](const std::string& shape, int32_t heads, const std::vector<int32_t>& tokens) {
-    Kda(bench, "kda_prefill/h" + std::to_string(heads) + "/" + shape, heads, tokens, KdaGate::kBounded, "ms");
+    const std::string row = "/h" + std::to_string(heads) + "/" + shape;
+    Kda(bench, "kda_prefill" + row, heads, tokens, KdaGate::kBounded, "ms", true);
+    Kda(bench, "kda_prefill_layer" + row, heads, tokens, KdaGate::kBounded, "ms");
   };
   prefill("1x2048", 32, {2048});
   prefill("1x8192", 32, {8192});
@@ -272,8 +277,11 @@ void KdaCases(Bench& bench) {
   prefill("mixed", 96, {1300, 547, 2048, 963, 271, 3063});
   prefill("1x32768", 12, {32768});
   prefill("1x32768", 4, {32768});
-  Kda(bench, "kda_prefill_unbounded/h32/1x8192", 32, {8192}, KdaGate::kSoftplus, "ms");
-  Kda(bench, "kda_prefill_unbounded/h32/1x32768", 32, {32768}, KdaGate::kSoftplus, "ms");
+  for (const int32_t tokens : {8192, 32768}) {
+    const std::string row = "/h32/1x" + std::to_string(tokens);
+    Kda(bench, "kda_prefill_unbounded" + row, 32, {tokens}, KdaGate::kSoftplus, "ms", true);
+    Kda(bench, "kda_prefill_layer_unbounded" + row, 32, {tokens}, KdaGate::kSoftplus, "ms");
+  }
   for (const auto& [heads, batch] : {std::pair{32, 1}, {32, 8}, {32, 32}, {32, 64}, {32, 256}, {96, 32}, {96, 128}}) {
     Kda(bench, "kda_decode/h" + std::to_string(heads) + "/b" + std::to_string(batch), heads,
         std::vector<int32_t>(static_cast<size_t>(batch), 1), KdaGate::kBounded, "us");

@@ -46,8 +46,10 @@ class KdaTest : public OpTest {
     DeviceArray<float> taps, dt_bias, a_log, norm;
   };
   Weights Upload(const oracle::KdaInput& in) {
-    return {DeviceArray<float>(ops(), in.conv_taps), DeviceArray<float>(ops(), in.dt_bias),
-            DeviceArray<float>(ops(), in.a_log), DeviceArray<float>(ops(), in.norm_weight)};
+    const auto upload = [&](const std::vector<float>& values) {
+      return DeviceArray<float>(ops(), values.empty() ? std::vector<float>(1) : values);
+    };
+    return {upload(in.conv_taps), upload(in.dt_bias), upload(in.a_log), upload(in.norm_weight)};
   }
 
   // A pool of kSlots poisoned slots: recurrent part, then convolution part, then a gap.
@@ -147,10 +149,11 @@ class KdaTest : public OpTest {
     params.decay = device_decay;
     params.beta = device_beta;
     params.gate = device_gate;
-    params.conv_taps = weights.taps.data();
+    const bool whole = !inputs[0].conv_taps.empty();
+    params.conv_taps = whole ? weights.taps.data() : nullptr;
     params.dt_bias = weights.dt_bias.data();
     params.a_log = weights.a_log.data();
-    params.norm_weight = weights.norm.data();
+    params.norm_weight = whole ? weights.norm.data() : nullptr;
     params.gate_kind = inputs[0].gate_kind;
     params.gate_lower_bound = static_cast<float>(inputs[0].lower_bound);
     params.norm_eps = static_cast<float>(inputs[0].norm_eps);

@@ -1,3 +1,5 @@
+#include <limits>
+
 #include "tests/kernels/kda_fixture.h"
 
 namespace k3::testing {
@@ -63,6 +65,41 @@ TEST_P(KdaTest, ExtremeGatesStayFiniteAndAccurate) {
           Check(in, shape, RandomState(shape, 13),
                 std::to_string(tokens) + " tokens, decay " + std::to_string(decay) + ", beta " + std::to_string(beta) +
                     (equal_keys ? ", equal keys" : ""));
+        }
+      }
+    }
+  }
+}
+
+// The same where a decay has no bound: none at all, too little to see in one token, thousands of nats, and all of them
+// side by side in one tile, by token (all channels) and by channel.
+TEST_P(KdaTest, UnboundedGatesStayFiniteAndAccurate) {
+  const KdaShape shape{1, 128, 4};
+  const std::vector<double> logits = {-200, -12, -6, 0, 12, 40, 200, 3000};  // softplus from 0 to 3,000
+  for (int64_t tokens : {9, 16, 40, 130}) {
+    if (slow() && tokens > 65) continue;
+    for (double a_log : {0.0, -8.0, 3.0}) {
+      for (size_t kind = 0; kind < logits.size() + 2; ++kind) {
+        for (bool equal_keys : {false, true}) {
+          oracle::KdaInput in = MakeInput(shape, tokens, 15);
+          in.gate_kind = KdaGate::kSoftplus;
+          in.a_log.assign(1, static_cast<float>(a_log));
+          in.dt_bias.assign(128, 0.0f);
+          const int64_t draws = kind == logits.size() ? tokens : tokens * 128;
+          const std::vector<float> draw = Random(16).Uniform(draws, 0, static_cast<float>(logits.size()) - 1e-3f);
+          for (int64_t i = 0; i < tokens * 128; ++i) {
+            const size_t which = kind < logits.size() ? kind : static_cast<size_t>(draw[i * draws / (tokens * 128)]);
+            in.decay[i] = static_cast<float>(logits[which]);
+          }
+          in.decay = Round(in.decay, act());
+          if (equal_keys) {
+            for (int64_t t = 1; t < tokens; ++t) {
+              std::copy_n(in.qkv.begin() + 128, 128, in.qkv.begin() + t * 384 + 128);
+            }
+          }
+          Check(in, shape, RandomState(shape, 17),
+                std::to_string(tokens) + " tokens, decays " + std::to_string(kind) + ", a_log " +
+                    std::to_string(a_log) + (equal_keys ? ", equal keys" : ""));
         }
       }
     }
@@ -304,6 +341,47 @@ TEST_P(KdaTest, LongSequenceKeepsItsMemory) {
 }
 
 // More cuts than a step of this length has by itself.
+// Null taps and norm weight: the recurrence between convolution and gated norm, whose gates nobody reads.
+TEST_P(KdaTest, WithoutConvolutionAndNorm) {
+  for (const KdaShape& shape : {KdaShape{2, 128, 4}, KdaShape{3, 64, 4}}) {
+    for (KdaGate kind : {KdaGate::kBounded, KdaGate::kSoftplus}) {
+      for (int64_t tokens : {1, 8, 9, 17, 65, 200, 1100}) {
+        if (tokens > 200 && (ops().is_cpu() || shape.head_dim != 128)) continue;
+        for (int64_t row_gap : {8, 3}) {
+          oracle::KdaInput in = MakeInput(shape, tokens, 170 + static_cast<uint32_t>(tokens)), other = in;
+          in.gate_kind = other.gate_kind = kind;
+          for (oracle::KdaInput* input : {&in, &other}) {
+            input->conv_taps.clear();
+            input->norm_weight.clear();
+            std::fill(input->gate.begin(), input->gate.end(), std::numeric_limits<float>::quiet_NaN());
+          }
+          other = Part(other, 0, 1);
+          Pool pool(ops(), shape, DType::kF32);
+          oracle::KdaState state = RandomState(shape, 171), other_state = RandomState(shape, 172);
+          const oracle::Doubles conv = state.conv;
+          pool.Set(1, state);
+          pool.Set(3, other_state);
+          const int32_t kept = static_cast<int32_t>(tokens / 2);
+          const std::vector<uint8_t> untouched = pool.Raw(0);
+          const std::vector<float> out = Step({other, in}, {3, 1}, Upload(in), pool, {{1 + kept, 4}}, {0, 21}, row_gap);
+          std::vector<oracle::KdaState> after;
+          const oracle::Doubles expected = oracle::Kda(in, state, &after);
+          const std::string what = std::to_string(tokens) + " tokens of " + std::to_string(shape.head_dim) +
+                                   " channels, gate " + std::to_string(static_cast<int>(kind)) + ", gap " +
+                                   std::to_string(row_gap);
+          ExpectClose(Slice(out, shape.width(), 1, tokens), expected, kda_tolerance(), what);
+          ExpectClose(Slice(out, shape.width(), 0, 1), oracle::Kda(other, other_state, nullptr), kda_tolerance(), what);
+          ExpectClose(pool.State(1), state.state, kda_tolerance(), what + ": state");
+          ExpectClose(pool.State(3), other_state.state, kda_tolerance(), what + ": other state");
+          ExpectClose(pool.State(4), after[static_cast<size_t>(kept)].state, kda_tolerance(), what + ": snapshot");
+          ExpectSameBits(pool.Conv(1), std::vector<float>(conv.begin(), conv.end()), what);
+          EXPECT_EQ(pool.Raw(0), untouched) << what;
+        }
+      }
+    }
+  }
+}
+
 TEST_P(KdaTest, SnapshotsAfterManyRows) {
   const KdaShape shape{1, 128, 4};
   const oracle::KdaInput in = MakeInput(shape, 66, 110);

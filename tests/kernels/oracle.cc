@@ -217,12 +217,15 @@ Doubles Kda(const KdaInput& in, KdaState& state, std::vector<KdaState>* after) {
     // Inputs of the last `taps` positions, the current one last.
     Doubles window = state.conv;
     for (int64_t c = 0; c < channels; ++c) window.push_back(double{in.qkv[t * channels + c]});
-    Doubles conv(static_cast<size_t>(channels));
-    for (int64_t c = 0; c < channels; ++c) {
-      for (int64_t j = 0; j < taps; ++j) conv[c] += double{in.conv_taps[c * taps + j]} * window[j * channels + c];
-      conv[c] = Silu(conv[c]);
+    Doubles conv(window.end() - channels, window.end());
+    if (!in.conv_taps.empty()) {
+      std::fill(conv.begin(), conv.end(), 0.0);
+      for (int64_t c = 0; c < channels; ++c) {
+        for (int64_t j = 0; j < taps; ++j) conv[c] += double{in.conv_taps[c * taps + j]} * window[j * channels + c];
+        conv[c] = Silu(conv[c]);
+      }
+      state.conv.assign(window.begin() + channels, window.end());
     }
-    state.conv.assign(window.begin() + channels, window.end());
 
     for (int64_t h = 0; h < in.heads; ++h) {
       const auto slice = [&](int64_t part) {
@@ -250,6 +253,10 @@ Doubles Kda(const KdaInput& in, KdaState& state, std::vector<KdaState>* after) {
         for (double& x : head) x = double{Bf16ToFloat(FloatToBf16(static_cast<float>(x)))};
       }
       std::copy(head.begin(), head.end(), head_begin);
+      if (in.norm_weight.empty()) {
+        std::copy(o.begin(), o.end(), out.begin() + t * width + h * d);
+        continue;
+      }
       const Doubles normed = RmsNorm(o, in.norm_weight, in.norm_eps, 1, d);
       for (int64_t i = 0; i < d; ++i) {
         out[t * width + h * d + i] = normed[i] * Sigmoid(double{in.gate[t * width + h * d + i]});

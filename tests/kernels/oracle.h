@@ -60,7 +60,7 @@ Doubles KdaRecurrence(const Doubles& q, const Doubles& k, const Doubles& v, cons
 struct KdaInput {
   int64_t tokens = 0, heads = 0, head_dim = 0, conv_width = 0;
   Floats qkv, decay, beta, gate;                  // [T, 3*H*d], [T, H*d], [T, H], [T, H*d]
-  Floats conv_taps, dt_bias, a_log, norm_weight;  // as in KdaParams
+  Floats conv_taps, dt_bias, a_log, norm_weight;  // as in KdaParams; conv_taps and norm_weight empty for null
   KdaGate gate_kind = KdaGate::kBounded;
   double lower_bound = -5, norm_eps = 1e-5;
   bool bf16_state = false;  // the state is rounded after every token
