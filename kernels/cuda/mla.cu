@@ -15,8 +15,7 @@ namespace {
 constexpr int64_t kBlockBytes = int64_t{64} << 20;  // latent queries of the tokens that are worked on together
 constexpr int kMaxSplits = 512;
 constexpr int64_t kMaxPages = 1 << 24;                  // more than any memory holds
-constexpr int64_t kVectorTokens = 4;                    // up to so many tokens projections are matrix-vector kernels,
-constexpr int64_t kProjectTokens = 64;                  // and up to so many kernels of tiles
+constexpr int64_t kVectorTokens = 4;                    // up to so many tokens projections are matrix-vector kernels
 constexpr int64_t kExpandQueries = 160;                 // from so many on a sequence's keys and values are expanded
 constexpr int64_t kExpandedBytes = int64_t{512} << 20;  // of the keys that are expanded together
 constexpr int64_t kCarryBytes = int64_t{128} << 20;     // of the queries whose softmax is carried over blocks of keys
@@ -54,6 +53,8 @@ struct MlaScratch {
   void* latent_out;    // the same
   bf16* partial;       // [multiprocessors][64, latent]: tiles * splits is at most that where splits > 1
   float* partial_lse;  // [multiprocessors][64]
+  uint32_t* progress;  // 1
+  int2* split_of;      // [kSplitMost]
   // Expanded keys and values: sequences of at least kExpandQueries tokens.
   int* counter;           // 1
   bf16* lines;            // [keys, 576]
@@ -76,6 +77,8 @@ struct MlaScratch {
     const int64_t pieces = device.multiprocessors;
     partial = static_cast<bf16*>(take(pieces * kMlaTileRows * latent * 2));
     partial_lse = static_cast<float*>(take(pieces * kMlaTileRows * 4));
+    progress = static_cast<uint32_t*>(take(sizeof(uint32_t)));
+    split_of = static_cast<int2*>(take(kSplitMost * sizeof(int2)));
     if (device.act == DType::kBF16 && !device.batch_invariant && tokens >= kExpandQueries) {
       const int64_t keys = ExpandKeys(context, heads);
       counter = static_cast<int*>(take(sizeof(int)));
@@ -134,6 +137,11 @@ int64_t TileRows(const SequenceBatch& batch, const MlaRows& rows) {
   return std::min<int64_t>(kMlaTileRows, most * rows.heads);
 }
 
+// Whether blocks can be dealt out to sequences by their lengths.
+bool SharesSplits(const Device& device, const MlaRows& rows) {
+  return rows.tiles_per_sequence > 0 && rows.tiles <= std::min(device.multiprocessors, kSplitMost);
+}
+
 AbsorbedArgs MakeAbsorbed(const Device& device, const MlaAttentionParams& p, const MlaRows& rows,
                           const MlaScratch& scratch) {
   AbsorbedArgs args;
@@ -146,20 +154,26 @@ AbsorbedArgs MakeAbsorbed(const Device& device, const MlaAttentionParams& p, con
   args.boxes = p.pages.page_size % kAbsorbedKeys == 0;
   args.scale_log2 = p.scale * 1.4426950408889634f;
   args.splits = Splits(device, rows.tiles);
+  args.shared_splits = 0;
+  args.whole = false;
+  args.paced = false;
+  args.progress = scratch.progress;
+  args.split_of = scratch.split_of;
   args.latent_out = static_cast<bf16*>(scratch.latent_out);
   args.partial = scratch.partial;
   args.partial_lse = scratch.partial_lse;
   return args;
 }
 
-template <int kRows>
+template <int kRows, bool kShared>
 void LaunchAbsorbed(const AbsorbedArgs& args, const SequenceBatch& batch, bool early, cudaStream_t queue) {
   CUtensorMap boxes = {};
   if (args.boxes) {
     boxes = LineBoxes(args.pages.data, kMaxPages, args.pages.page_stride, args.pages.page_size, kAbsorbedLine);
   }
-  const unsigned tiles = static_cast<unsigned>(args.rows.tiles), splits = static_cast<unsigned>(args.splits);
-  Launch(&MlaAbsorbedKernel<kRows>,
+  const unsigned tiles = static_cast<unsigned>(kShared ? args.rows.tiles_per_sequence : args.rows.tiles),
+                 splits = static_cast<unsigned>(kShared ? args.shared_splits : args.splits);
+  Launch(&MlaAbsorbedKernel<kRows, kShared>,
          {.grid = dim3(tiles, splits),
           .block = dim3(kAbsorbedThreads),
           .shared = sizeof(AbsorbedShared<kRows>),
@@ -170,50 +184,65 @@ void LaunchAbsorbed(const AbsorbedArgs& args, const SequenceBatch& batch, bool e
 // `rows`: of the largest tile. `early`: see LaunchShape; the launch before is not the one that wrote lines.
 void LaunchAbsorbed(const AbsorbedArgs& args, const SequenceBatch& batch, int64_t rows, bool early,
                     cudaStream_t queue) {
-  rows <= 32 ? LaunchAbsorbed<32>(args, batch, early, queue) : LaunchAbsorbed<64>(args, batch, early, queue);
+  if (args.shared_splits > 0) {
+    rows <= 32 ? LaunchAbsorbed<32, true>(args, batch, early, queue)
+               : LaunchAbsorbed<64, true>(args, batch, early, queue);
+  } else {
+    rows <= 32 ? LaunchAbsorbed<32, false>(args, batch, early, queue)
+               : LaunchAbsorbed<64, false>(args, batch, early, queue);
+  }
 }
 
 void AttendAbsorbed(const Device& device, const MlaAttentionParams& p, const MlaRows& rows, const MlaScratch& scratch,
                     cudaStream_t queue) {
-  const AbsorbedArgs args = MakeAbsorbed(device, p, rows, scratch);
+  AbsorbedArgs args = MakeAbsorbed(device, p, rows, scratch);
+  if (!device.batch_invariant && SharesSplits(device, rows)) {
+    args.shared_splits = device.multiprocessors / rows.tiles_per_sequence;
+    args.whole = true;
+  }
   LaunchAbsorbed(args, *p.batch, TileRows(*p.batch, rows), false, queue);
-  if (args.splits == 1) return;
+  if (args.splits == 1 && args.shared_splits == 0) return;
   Launch(&MlaCombineKernel,
-         {.grid = dim3(kMlaTileRows, static_cast<unsigned>(rows.tiles)),
+         {.grid = dim3(kCombineBlocks, static_cast<unsigned>(rows.tiles)),
           .block = dim3(kCombineThreads),
-          .shared = args.splits * sizeof(float) + sizeof(MlaTile)},
+          .shared = sizeof(CombineShared) + std::max(args.splits, args.shared_splits) * sizeof(float),
+          .early = true},
          queue, "MlaCombine", args, *p.batch);
 }
 
 // The absorbed form for few tokens in kernels of its own, the gate included.
 void AttendFew(const Device& device, const MlaAttentionParams& p, const CudaLatentProjection& projection,
                const MlaRows& rows, const MlaScratch& scratch, cudaStream_t queue) {
-  const AbsorbedArgs args = MakeAbsorbed(device, p, rows, scratch);
+  AbsorbedArgs args = MakeAbsorbed(device, p, rows, scratch);
   const bf16* kv_b = static_cast<const bf16*>(projection.data());
   const int head_rows = p.nope_dim + p.value_dim, query_dim = p.nope_dim + p.rope_dim;
   bf16* latent_q = static_cast<bf16*>(scratch.latent_q);
   const unsigned heads = static_cast<unsigned>(p.heads),
-                 tokens = static_cast<unsigned>(rows.token_end - rows.token_begin),
-                 tiles = static_cast<unsigned>(CeilDiv(tokens, kTileTokens));
+                 tokens = static_cast<unsigned>(rows.token_end - rows.token_begin);
   const bool vectors = tokens <= kVectorTokens;
+  if (SharesSplits(device, rows) && (!vectors || p.batch->num_sequences > 1)) {
+    args.shared_splits = device.multiprocessors / rows.tiles_per_sequence;
+    args.paced = !vectors;
+  }
   if (vectors) {
     Launch(&MlaLatentQueryKernel,
            {.grid = dim3(heads, tokens, kAbsorbedLatent / kLatentColumns),
             .block = dim3(kLatentThreads),
             .shared = 8 * kLatentColumns * sizeof(float),
             .early = true},
-           queue, "MlaLatentQuery", args.q, query_dim, kv_b, head_rows, rows.token_begin, latent_q);
+           queue, "MlaLatentQuery", args.q, query_dim, kv_b, head_rows, rows.token_begin, latent_q, args.progress);
   } else {
-    Launch(&MlaLatentQueryTileKernel,
-           {.grid = dim3(heads, kAbsorbedLatent / kLatentTileColumns, tiles),
-            .block = dim3(kLatentTileThreads),
-            .early = true},
-           queue, "MlaLatentQuery", args.q, query_dim, kv_b, head_rows, rows.token_begin, static_cast<int>(tokens),
-           latent_q);
+    Launch(
+        &MlaLatentQueryTileKernel,
+        {.grid = dim3(heads, kAbsorbedLatent / kLatentTileColumns, static_cast<unsigned>(CeilDiv(tokens, kTileTokens))),
+         .block = dim3(kLatentTileThreads),
+         .early = true},
+        queue, "MlaLatentQuery", args.q, query_dim, kv_b, head_rows, rows.token_begin, static_cast<int>(tokens),
+        latent_q, args.progress);
   }
   LaunchAbsorbed(args, *p.batch, TileRows(*p.batch, rows), true, queue);
   Launch(vectors ? &MlaFinishRowKernel : &MlaFinishTileKernel,
-         {.grid = dim3(heads * kFinishBlocks, vectors ? tokens : tiles),
+         {.grid = dim3(heads * kFinishBlocks, vectors ? tokens : 1),
           .block = dim3(vectors ? kFinishThreads : kFinishTileThreads),
           .shared = vectors ? sizeof(FinishShared) : sizeof(FinishTileShared),
           .cluster = kFinishBlocks,
@@ -415,8 +444,9 @@ void MlaAttention(const Device& device, const MlaAttentionParams& p, cudaStream_
   if (fast && !device.batch_invariant && p.nope_dim == kPrefillNope && p.value_dim == kPrefillValue &&
       (batch.num_tokens <= kVectorTokens || (batch.num_tokens <= kProjectTokens && ProjectsTiles(p)))) {
     const MlaRows rows = MakeRows(batch, 0, batch.num_tokens, p.heads);
-    const bool few_splits = batch.num_tokens <= kVectorTokens || Splits(device, rows.tiles) <= kMaxTileSplits;
-    if (rows.tiles_per_sequence > 0 && few_splits) return AttendFew(device, p, *projection, rows, scratch, queue);
+    if (rows.tiles_per_sequence > 0 && (batch.num_tokens <= kVectorTokens || SharesSplits(device, rows))) {
+      return AttendFew(device, p, *projection, rows, scratch, queue);
+    }
   }
   const auto is_long = [&](int s) {
     return expandable && batch.host_token_begin[s + 1] - batch.host_token_begin[s] >= kExpandQueries;

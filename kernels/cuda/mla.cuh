@@ -45,9 +45,18 @@ __device__ __forceinline__ int MlaSequenceRows(const MlaRows& rows, const Sequen
   return max(0, end - begin) * rows.heads;
 }
 
+// Tile number `index` of a sequence.
+__device__ __forceinline__ MlaTile MlaTileOf(const MlaRows& rows, const SequenceBatch& batch, int sequence, int index) {
+  MlaTile tile{};
+  const int count = MlaSequenceRows(rows, batch, sequence, tile.row);
+  tile.sequence = sequence;
+  tile.row += index * kMlaTileRows;
+  tile.count = min(kMlaTileRows, count - index * kMlaTileRows);
+  return tile;
+}
+
 // Tile number `index` of the launch, found by one warp; all its lanes return it.
 __device__ __forceinline__ MlaTile FindMlaTile(const MlaRows& rows, const SequenceBatch& batch, int index, int lane) {
-  MlaTile tile{};
   int sequence = 0;
   if (rows.tiles_per_sequence > 0) {
     sequence = index / rows.tiles_per_sequence;
@@ -73,14 +82,10 @@ __device__ __forceinline__ MlaTile FindMlaTile(const MlaRows& rows, const Sequen
         break;
       }
       before += __shfl_sync(kAllLanes, sum, 31);
-      if (base + 32 >= batch.num_sequences) return tile;  // no such tile
+      if (base + 32 >= batch.num_sequences) return {};  // no such tile
     }
   }
-  const int count = MlaSequenceRows(rows, batch, sequence, tile.row);
-  tile.sequence = sequence;
-  tile.row += index * kMlaTileRows;
-  tile.count = min(kMlaTileRows, count - index * kMlaTileRows);
-  return tile;
+  return MlaTileOf(rows, batch, sequence, index);
 }
 
 constexpr int kAppendThreads = 192;

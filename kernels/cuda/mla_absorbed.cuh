@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/group_mma.cuh"
 #include "kernels/cuda/mla.cuh"
+#include "kernels/cuda/mla_splits.cuh"
 
 // Absorbed MLA attention on the tensor cores, bf16 lines of 512 + 64: a tile of 32 or 64 rows walks its keys 64 at a
 // time, the keys of one split. Keys and values are the same lines, so a line is read once, by all rows of the tile.
@@ -14,7 +15,7 @@
 // registers. Scores of the next 64 keys are made while values are summed.
 namespace k3::cuda {
 
-constexpr int kAbsorbedKeys = 64;
+constexpr int kAbsorbedKeys = kSplitKeys;  // of a step
 constexpr int kAbsorbedLatent = 512;
 constexpr int kAbsorbedRope = 64;
 constexpr int kAbsorbedLine = kAbsorbedLatent + kAbsorbedRope;
@@ -40,6 +41,7 @@ struct AbsorbedShared {
   float partial[2][4][kRows];  // by step and warp
   float scale[kRows];
   int limit[kRows];  // keys that a row sees
+  SequenceSplit split;
   // Full: the copying threads, or the copy engine. Scored: the scoring threads. Empty, summed: the summing warps.
   // Scaled: the lanes that write `scale`.
   uint64_t full[kAbsorbedStages], empty[kAbsorbedStages];
@@ -53,14 +55,29 @@ struct AbsorbedArgs {
   const bf16* latent_q;  // [rows, 512]
   Matrix<const bf16> q;  // [tokens, heads * (nope + 64)]
   int nope_dim;
-  bool rope_aligned;  // rope parts start on 16 bytes
-  bool boxes;         // the copy engine brings lines: pages hold a multiple of 64
-  float scale_log2;   // score scale times log2(e)
-  int splits;
-  bf16* latent_out;    // [rows, 512], when there is one split
-  bf16* partial;       // [tiles, 64, splits, 512] otherwise: normalised outputs
-  float* partial_lse;  // [tiles, 64, splits]: base-2 logarithm of the sum, -inf where a split has no key
+  bool rope_aligned;   // rope parts start on 16 bytes
+  bool boxes;          // the copy engine brings lines: pages hold a multiple of 64
+  float scale_log2;    // score scale times log2(e)
+  int splits;          // of each tile, or
+  int shared_splits;   // not 0: of all sequences together, see ForSplits
+  bool whole;          // with shared splits: sequences that have one go to latent_out
+  bool paced;          // with shared splits: blocks do not get ahead of each other, see kPaceSteps
+  int2* split_of;      // [sequences] of shared splits: those before the sequence's, its own; written by the blocks
+  uint32_t* progress;  // of all blocks together, kProgressUnits a block; zeroed by the launch before
+  bf16* latent_out;    // [rows, 512], where there is one split
+  bf16* partial;       // otherwise normalised outputs: [tiles, 64, splits, 512]; of shared splits [blocks, 64, 512]
+  float* partial_lse;  // the same without the 512: base-2 logarithm of the sum, -inf where a split has no key
 };
+
+// Blocks do not all get memory equally fast, and the last one decides. With `paced` none starts a step while it is more
+// than kPaceSteps ahead of the mean of all, in proportion to its work, so that the others get what it leaves. For speed
+// only: it asks kPacePolls times at most, in case that not all blocks run at once.
+constexpr int kPaceSteps = 1;
+constexpr int kPacePolls = 16;
+constexpr unsigned kProgressUnits = 1 << 24;
+
+// The operand `bytes` further on in shared memory.
+__device__ __forceinline__ uint64_t OperandAt(uint64_t operand, int bytes) { return operand + (bytes >> 4); }
 
 // Keys of a split: multiples of 64, decided by the tile's own length alone.
 __device__ __forceinline__ int AbsorbedSplitKeys(int keys, int splits) {
@@ -68,11 +85,12 @@ __device__ __forceinline__ int AbsorbedSplitKeys(int keys, int splits) {
 }
 
 // Brings the lines of keys [begin, end) of a sequence, 64 a stage, rows beyond the end as zeros or, with boxes, as
-// whatever the page holds there. By the 128 threads of a warpgroup; with boxes by one of them.
+// whatever the page holds there. By the 128 threads of a warpgroup; with boxes by one of them. `blocks`: that keep
+// pace.
 template <int kRows>
 __device__ __forceinline__ void CopyAbsorbedLines(AbsorbedShared<kRows>& s, const CUtensorMap& boxes,
                                                   const AbsorbedArgs& args, const SequenceBatch& batch, int sequence,
-                                                  int begin, int end) {
+                                                  int begin, int end, int blocks) {
   const int thread = threadIdx.x % 128, piece = thread % 8;
   const int steps = (end - begin + kAbsorbedKeys - 1) / kAbsorbedKeys;
   if (args.boxes) {
@@ -80,6 +98,7 @@ __device__ __forceinline__ void CopyAbsorbedLines(AbsorbedShared<kRows>& s, cons
     const int32_t* table = batch.page_table + sequence * batch.page_table_stride;
     const int page_size = args.pages.page_size;
     int page = table[begin / page_size], line = begin % page_size;
+    const uint32_t unit = kProgressUnits / static_cast<uint32_t>(steps);
     for (int step = 0; step < steps; ++step) {
       const int stage = step % kAbsorbedStages;
       int next = page, next_line = line + kAbsorbedKeys;
@@ -88,7 +107,14 @@ __device__ __forceinline__ void CopyAbsorbedLines(AbsorbedShared<kRows>& s, cons
         const int key = begin + (step + 1) * kAbsorbedKeys;
         if (key < end) next = table[key / page_size];
       }
+      const bool paced = args.paced && step > kPaceSteps;
+      uint32_t progress = paced ? LoadRelaxed(args.progress) : 0;
       BarrierWait(&s.empty[stage], (step / kAbsorbedStages & 1) ^ 1);
+      if (args.paced) AddRelaxed(args.progress, unit);
+      if (paced) {
+        const uint32_t enough = unit * static_cast<uint32_t>(step - kPaceSteps) * static_cast<uint32_t>(blocks);
+        for (int i = 0; i < kPacePolls && progress < enough; ++i) progress = LoadRelaxed(args.progress);
+      }
       BarrierArriveExpect(&s.full[stage], sizeof(s.lines[0]));
 #pragma unroll
       for (int i = 0; i < kAbsorbedKeys / 8; ++i) {
@@ -156,6 +182,7 @@ __device__ __forceinline__ void ScoreAbsorbed(AbsorbedShared<kRows>& s, const Ab
   for (int i = 0; i < kOwned; ++i) top[i] = -INFINITY;
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) sum[i] = 0;
+  const uint64_t queries = SharedOperand(s.q[0]);
   for (int step = 0; step < steps; ++step) {
     const int stage = step % kAbsorbedStages, turn = step % kTurns, key = begin + step * kAbsorbedKeys;
     BarrierWait(&s.full[stage], step / kAbsorbedStages & 1);
@@ -169,13 +196,14 @@ __device__ __forceinline__ void ScoreAbsorbed(AbsorbedShared<kRows>& s, const Ab
       NamedBarrierSync(kScoreBarrier, 128);
     }
     float score[kRows / 2];
+    const uint64_t lines = SharedOperand(s.lines[stage][0][0], kAbsorbedGroupBytes);
     GroupMmaFence();
 #pragma unroll
     for (int c = 0; c < kAbsorbedColumns; ++c) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        GroupMma<kRows>(score, SharedOperand(s.lines[stage][0][c] + 32 * k, kAbsorbedGroupBytes),
-                        SharedOperand(s.q[c] + 32 * k), c > 0 || k > 0);
+        GroupMma<kRows>(score, OperandAt(lines, 1024 * c + 32 * k), OperandAt(queries, kRows * 128 * c + 32 * k),
+                        c > 0 || k > 0);
       }
     }
     GroupMmaCommit();
@@ -293,13 +321,15 @@ __device__ __forceinline__ void SumAbsorbed(AbsorbedShared<kRows>& s, int steps,
         for (int j = 0; j < kRows / 2; ++j) out[m][j] *= shrink[j / 4 * 2 + j % 2];
       }
     }
+    const uint64_t lines = SharedOperand(s.lines[stage][0][4 * group], kAbsorbedGroupBytes);
+    const uint64_t probabilities = SharedOperand(s.probabilities[turn]);
     GroupMmaFence();
 #pragma unroll
     for (int k = 0; k < kAbsorbedKeys / 16; ++k) {
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        GroupMma<kRows, false, true>(out[m], SharedOperand(s.lines[stage][2 * k][4 * group + m], kAbsorbedGroupBytes),
-                                     SharedOperand(s.probabilities[turn] + 32 * k));
+        GroupMma<kRows, false, true>(out[m], OperandAt(lines, 2 * k * kAbsorbedGroupBytes + 1024 * m),
+                                     OperandAt(probabilities, 32 * k));
       }
     }
     GroupMmaCommit();
@@ -311,22 +341,32 @@ __device__ __forceinline__ void SumAbsorbed(AbsorbedShared<kRows>& s, int steps,
   }
 }
 
-// Grid (tiles, splits); tiles of at most kRows rows. `boxes`: the pages as LineBoxes, used if args.boxes.
-template <int kRows>
+// Grid (tiles, splits), with shared splits (tiles of a sequence, splits); tiles of at most kRows rows. `boxes`: the
+// pages as LineBoxes, used if args.boxes.
+template <int kRows, bool kShared>
 __global__ void __launch_bounds__(kAbsorbedBound<kRows>, 1)
     MlaAbsorbedKernel(const __grid_constant__ CUtensorMap boxes, AbsorbedArgs args, SequenceBatch batch) {
   AbsorbedShared<kRows>& s = *DynamicShared<AbsorbedShared<kRows>>();
   GridDependencyRelease();
-  const int lane = threadIdx.x % 32;
-  const MlaTile tile = FindMlaTile(args.rows, batch, blockIdx.x, lane);
-  const int heads = args.rows.heads;
+  const int lane = threadIdx.x % 32, heads = args.rows.heads;
   const auto position_of = [&](int row) { return batch.position[args.rows.token_begin + row / heads]; };
-  const int keys = position_of(tile.row + tile.count - 1) + 1;  // of the last row, which sees the most
-  const int split_keys = AbsorbedSplitKeys(keys, args.splits);
-  const int key_begin = blockIdx.y * split_keys;
-  const int key_end = min(keys, key_begin + split_keys);
-  if (key_begin >= key_end) {  // nothing to do; the combination does not read it
-    return;
+  MlaTile tile;
+  int key_begin, key_end;
+  if constexpr (!kShared) {
+    tile = FindMlaTile(args.rows, batch, blockIdx.x, lane);
+    const int keys = position_of(tile.row + tile.count - 1) + 1;  // of the last row, which sees the most
+    const int split_keys = AbsorbedSplitKeys(keys, args.splits);
+    key_begin = blockIdx.y * split_keys;
+    key_end = min(keys, key_begin + split_keys);
+    if (key_begin >= key_end) return;  // nothing to do; the combination does not read it
+  } else if (__shfl_sync(kAllLanes, threadIdx.x / 32, 0) == 12) {
+    const SequenceSplit split = FindSplit(args.rows, batch, blockIdx.y, args.shared_splits, lane);
+    if (lane == 0) {
+      s.split = split;
+      if (split.sequence >= 0 && split.index == 0 && blockIdx.x == 0) {
+        args.split_of[split.sequence] = {static_cast<int>(blockIdx.y), split.splits};
+      }
+    }
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kAbsorbedStages; ++i) {
@@ -341,10 +381,23 @@ __global__ void __launch_bounds__(kAbsorbedBound<kRows>, 1)
     BarrierInitFence();
   }
   __syncthreads();
+  int blocks = 0;
+  bool partial = args.splits > 1;
+  if constexpr (kShared) {
+    const SequenceSplit split = s.split;
+    if (split.sequence < 0) return;
+    blocks = split.all * gridDim.x;
+    partial = !args.whole || split.splits > 1;
+    tile = MlaTileOf(args.rows, batch, split.sequence, blockIdx.x);
+    key_begin = split.Begin(split.index);
+    key_end = split.Begin(split.index + 1);
+    key_begin = __shfl_sync(kAllLanes, key_begin, 0);  // says that they are the same in all lanes
+    key_end = __shfl_sync(kAllLanes, key_end, 0);
+  }
   const int role = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
   if (role == 3) {
     GiveRegisters<kRows == 32 ? 24 : 40>();
-    CopyAbsorbedLines(s, boxes, args, batch, tile.sequence, key_begin, key_end);
+    CopyAbsorbedLines(s, boxes, args, batch, tile.sequence, key_begin, key_end, blocks);
     return;
   }
   GridDependencyWait();  // lines and tables are older than the launch before
@@ -374,15 +427,17 @@ __global__ void __launch_bounds__(kAbsorbedBound<kRows>, 1)
   FenceSharedForMatrix();
   NamedBarrierSync(kQueryBarrier, 384);
 
-  const int64_t slot = static_cast<int64_t>(blockIdx.x) * kMlaTileRows * args.splits + blockIdx.y;  // of row 0
+  // Of row 0, and from row to row.
+  const int64_t slot = kShared ? (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * kMlaTileRows
+                               : static_cast<int64_t>(blockIdx.x) * kMlaTileRows * args.splits + blockIdx.y;
+  const int slot_step = kShared ? 1 : args.splits;
   if (role == 2) {
     if constexpr (kRows == 32) {
       TakeRegisters<88>();
     } else {
       GiveRegisters<104>();
     }
-    ScoreAbsorbed(s, args, key_begin, key_end, args.splits > 1 ? args.partial_lse + slot : nullptr, args.splits,
-                  tile.count);
+    ScoreAbsorbed(s, args, key_begin, key_end, partial ? args.partial_lse + slot : nullptr, slot_step, tile.count);
     return;
   }
   TakeRegisters<kRows == 32 ? 104 : 184>();
@@ -411,10 +466,10 @@ __global__ void __launch_bounds__(kAbsorbedBound<kRows>, 1)
     }
   }
   NamedBarrierSync(kStagedBarrier + role, 128);
-  bf16* to = args.splits == 1 ? args.latent_out + static_cast<int64_t>(tile.row) * kAbsorbedLatent
-                              : args.partial + slot * kAbsorbedLatent;
+  bf16* to = partial ? args.partial + slot * kAbsorbedLatent
+                     : args.latent_out + static_cast<int64_t>(tile.row) * kAbsorbedLatent;
   for (int r = warp; r < tile.count; r += 4) {
-    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(r) * args.splits * kAbsorbedLatent + 256 * role + 8 * lane) =
+    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(r) * slot_step * kAbsorbedLatent + 256 * role + 8 * lane) =
         *reinterpret_cast<const uint4*>(staged + r * kAbsorbedStaged + 8 * lane);
   }
 }
@@ -437,41 +492,72 @@ __device__ __forceinline__ void AddScaled(float4& sum, float scale, uint2 x) {
 }
 
 constexpr int kCombineThreads = 128;
+constexpr unsigned kCombineBlocks = 8;  // a tile
 
-// latent_out[row] = sum over splits of their outputs, weighted by their share of the softmax. Grid (64, tiles).
+struct CombineShared {
+  MlaTile tile;
+  int64_t first;  // of the tile's first row, in rows of the latent
+  int row_step, split_step, splits;
+  float weight[1];  // [splits]
+};
+
+// latent_out[row] = sum over splits of their outputs, weighted by their share of the softmax. Grid (kCombineBlocks,
+// tiles).
 __global__ void __launch_bounds__(kCombineThreads) MlaCombineKernel(AbsorbedArgs args, SequenceBatch batch) {
-  float* weight = DynamicShared<float>();  // [splits], then the tile
-  MlaTile& shared_tile = *reinterpret_cast<MlaTile*>(weight + args.splits);
+  CombineShared& s = *DynamicShared<CombineShared>();
   const int lane = threadIdx.x % 32;
   if (threadIdx.x < 32) {
-    const MlaTile found = FindMlaTile(args.rows, batch, blockIdx.y, lane);
-    if (lane == 0) shared_tile = found;
+    const MlaTile tile = FindMlaTile(args.rows, batch, blockIdx.y, lane);
+    GridDependencyWait();
+    if (lane == 0) {
+      s.tile = tile;
+      if (args.shared_splits > 0) {
+        const int tiles = args.rows.tiles_per_sequence;
+        const int2 split_of = args.split_of[tile.sequence];
+        s.first = static_cast<int64_t>(split_of.x * tiles + static_cast<int>(blockIdx.y) % tiles) * kMlaTileRows;
+        s.row_step = 1;
+        s.split_step = tiles * kMlaTileRows;
+        s.splits = split_of.y;
+      } else {
+        s.first = static_cast<int64_t>(blockIdx.y) * kMlaTileRows * args.splits;
+        s.row_step = args.splits;
+        s.split_step = 1;
+        s.splits = AbsorbedSplits(args, batch, tile);
+      }
+    }
+  } else {
+    GridDependencyWait();
   }
   __syncthreads();
-  const MlaTile tile = shared_tile;
-  if (static_cast<int>(blockIdx.x) >= tile.count) return;
-  const int splits = AbsorbedSplits(args, batch, tile);
-  const int64_t slot = (static_cast<int64_t>(blockIdx.y) * kMlaTileRows + blockIdx.x) * args.splits;
-  float top = -INFINITY;
-  for (int i = lane; i < splits; i += 32) top = fmaxf(top, args.partial_lse[slot + i]);
-  top = WarpMax(top);
-  float sum = 0;
-  for (int i = lane; i < splits; i += 32) {
-    const float x = Exp2(args.partial_lse[slot + i] - top);
-    if (threadIdx.x < 32) weight[i] = x;
-    sum += x;
-  }
-  sum = WarpSum(sum);
-  __syncthreads();
-  float4 out = {};
-  const uint2* from = reinterpret_cast<const uint2*>(args.partial + slot * kAbsorbedLatent) + threadIdx.x;
+  const MlaTile tile = s.tile;
+  const int splits = s.splits, step = s.split_step;
+  if (args.shared_splits > 0 && splits == 1) return;  // its block wrote to latent_out
+  for (int row = static_cast<int>(blockIdx.x); row < tile.count; row += gridDim.x) {
+    const int64_t slot = s.first + row * s.row_step;
+    const float* lse = args.partial_lse + slot;
+    float top = -INFINITY;
+    for (int i = lane; i < splits; i += 32) top = fmaxf(top, lse[i * step]);
+    top = WarpMax(top);
+    float sum = 0;
+    for (int i = lane; i < splits; i += 32) {
+      const float x = Exp2(lse[i * step] - top);
+      if (threadIdx.x < 32) s.weight[i] = x;
+      sum += x;
+    }
+    sum = WarpSum(sum);
+    __syncthreads();
+    float4 out = {};
+    const uint2* from = reinterpret_cast<const uint2*>(args.partial + slot * kAbsorbedLatent) + threadIdx.x;
 #pragma unroll 4
-  for (int i = 0; i < splits; ++i) AddScaled(out, weight[i], from[i * (kAbsorbedLatent / 4)]);
-  const float scale = 1.0f / sum;
-  uint2* to =
-      reinterpret_cast<uint2*>(args.latent_out + static_cast<int64_t>(tile.row + blockIdx.x) * kAbsorbedLatent) +
-      threadIdx.x;
-  *to = {PackBf16(out.x * scale, out.y * scale), PackBf16(out.z * scale, out.w * scale)};
+    for (int i = 0; i < splits; ++i) {
+      AddScaled(out, s.weight[i], from[static_cast<int64_t>(i) * step * (kAbsorbedLatent / 4)]);
+    }
+    const float scale = 1.0f / sum;
+    uint2* to = reinterpret_cast<uint2*>(args.latent_out + static_cast<int64_t>(tile.row + row) * kAbsorbedLatent) +
+                threadIdx.x;
+    *to = {PackBf16(out.x * scale, out.y * scale), PackBf16(out.z * scale, out.w * scale)};
+    __syncthreads();  // the weights have been read
+  }
 }
 
 }  // namespace k3::cuda

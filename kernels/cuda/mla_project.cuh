@@ -7,26 +7,28 @@
 // while the one before runs.
 namespace k3::cuda {
 
-// Where the partial results of a (token, head) begin, counted in rows of the latent, and how many there are;
-// args.rows.tiles_per_sequence > 0.
+constexpr int kProjectTokens = 64;  // that kernels of tiles take
+
+// Partial results of a (token, head): rows of the latent from `first` on, `step` apart.
 struct Partials {
-  int64_t slot;
-  int splits;
+  int first, step, count;
 };
+
+// args.rows.tiles_per_sequence > 0. With shared splits after the attention.
 __device__ __forceinline__ Partials FindPartials(const AbsorbedArgs& args, const SequenceBatch& batch, int token,
                                                  int head) {
   const int sequence = batch.sequence_of_token[token];
-  MlaTile tile{};
-  const int rows = MlaSequenceRows(args.rows, batch, sequence, tile.row);
-  const int row = (token - args.rows.token_begin) * args.rows.heads + head - tile.row;  // within the sequence
-  const int index = row / kMlaTileRows;
-  tile.row += index * kMlaTileRows;
-  tile.count = min(kMlaTileRows, rows - index * kMlaTileRows);
-  const int splits = AbsorbedSplits(args, batch, tile);
-  const int64_t slot =
-      (static_cast<int64_t>(sequence * args.rows.tiles_per_sequence + index) * kMlaTileRows + row % kMlaTileRows) *
-      args.splits;
-  return {slot, splits};
+  int row;
+  MlaSequenceRows(args.rows, batch, sequence, row);
+  row = (token - args.rows.token_begin) * args.rows.heads + head - row;  // within the sequence
+  const int index = row / kMlaTileRows, tiles = args.rows.tiles_per_sequence;
+  if (args.shared_splits > 0) {
+    const int2 split_of = args.split_of[sequence];
+    return {(split_of.x * tiles + index) * kMlaTileRows + row % kMlaTileRows, tiles * kMlaTileRows, split_of.y};
+  }
+  const MlaTile tile = MlaTileOf(args.rows, batch, sequence, index);
+  return {((sequence * tiles + index) * kMlaTileRows + row % kMlaTileRows) * args.splits, 1,
+          AbsorbedSplits(args, batch, tile)};
 }
 
 // Up to four tokens: matrix-vector products.
@@ -34,11 +36,11 @@ __device__ __forceinline__ Partials FindPartials(const AbsorbedArgs& args, const
 constexpr int kLatentThreads = 128;
 constexpr int kLatentColumns = 128;  // of a block
 
-// latent_q[row] = q_nope Wuk. Grid (heads, tokens, latent / kLatentColumns): thread (group, octet) takes 16 inputs of 8
-// columns.
+// latent_q[row] = q_nope Wuk; progress = 0. Grid (heads, tokens, latent / kLatentColumns): thread (group, octet) takes
+// 16 inputs of 8 columns.
 __global__ void __launch_bounds__(kLatentThreads)
     MlaLatentQueryKernel(Matrix<const bf16> q, int query_dim, const bf16* kv_b, int head_rows, int token_begin,
-                         bf16* latent_q) {
+                         bf16* latent_q, uint32_t* progress) {
   constexpr int kNope = 128, kGroups = 8;
   float* sums = DynamicShared<float>();  // [kGroups][kLatentColumns]
   const int head = blockIdx.x, octet = threadIdx.x % 16, group = threadIdx.x / 16;
@@ -49,6 +51,7 @@ __global__ void __launch_bounds__(kLatentThreads)
 #pragma unroll
   for (int k = 0; k < kNope / kGroups; ++k) w[k] = LoadStreaming16(weights + k * kAbsorbedLatent);
   GridDependencyWait();
+  if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x == 0) StoreRelaxed(progress, 0);
   GridDependencyRelease();  // not before: the next kernel reads lines at once
   const bf16* query = q.Row(token_begin + blockIdx.y) + head * query_dim + group * (kNope / kGroups);
   float sum[8] = {};
@@ -103,16 +106,18 @@ __global__ void __launch_bounds__(kFinishBound, 1)
       kv_b + (static_cast<int64_t>(head) * head_rows + args.nope_dim + first_row) * kAbsorbedLatent + 128 * part;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) w[r] = LoadStreaming16(weights + r * kAbsorbedLatent + 8 * octet);
-  if (args.splits == 1) {
+  if (args.splits == 1 && args.shared_splits == 0) {
     GridDependencyWait();
     if (threadIdx.x < 128) {
       const int64_t row = static_cast<int64_t>(blockIdx.y) * args.rows.heads + head;
       s.latent[0][threadIdx.x] = ToFloat(args.latent_out[row * kAbsorbedLatent + 128 * part + threadIdx.x]);
     }
   } else {
-    const auto [slot, splits] = FindPartials(args, batch, token, head);
-    const float* lse = args.partial_lse + slot;
-    const bf16* from = args.partial + slot * kAbsorbedLatent + 128 * part + 4 * lane;
+    if (args.shared_splits > 0) GridDependencyWait();
+    const auto [first_row, step, splits] = FindPartials(args, batch, token, head);
+    const float* lse = args.partial_lse + first_row;
+    const bf16* from = args.partial + static_cast<int64_t>(first_row) * kAbsorbedLatent + 128 * part + 4 * lane;
+    const int64_t line_step = static_cast<int64_t>(step) * kAbsorbedLatent;
     constexpr int kEach = 32 / kFinishWarps;
     uint2 x[kFinishLoads];
     float share[(kFinishLoads + kEach - 1) / kEach];  // of splits first + lane, + 32, ...
@@ -120,22 +125,21 @@ __global__ void __launch_bounds__(kFinishBound, 1)
 #pragma unroll
       for (int i = 0; i < kFinishLoads; ++i) {
         const int split = first + warp + kFinishWarps * i;
-        x[i] = split < splits ? *reinterpret_cast<const uint2*>(from + static_cast<int64_t>(split) * kAbsorbedLatent)
-                              : uint2{};
+        x[i] = split < splits ? *reinterpret_cast<const uint2*>(from + split * line_step) : uint2{};
       }
 #pragma unroll
       for (int i = 0; i * kEach < kFinishLoads; ++i) {
         const int split = first + lane + 32 * i;
-        share[i] = split < splits ? lse[split] : -INFINITY;
+        share[i] = split < splits ? lse[split * step] : -INFINITY;
       }
     };
     GridDependencyWait();
     load(0);
     float top = -INFINITY;
-    for (int i = lane; i < splits; i += 32) top = fmaxf(top, lse[i]);
+    for (int i = lane; i < splits; i += 32) top = fmaxf(top, lse[i * step]);
     top = WarpMax(top);
     float sum = 0;
-    for (int i = lane; i < splits; i += 32) sum += Exp2(lse[i] - top);
+    for (int i = lane; i < splits; i += 32) sum += Exp2(lse[i * step] - top);
     sum = WarpSum(sum);
     float4 total = {};
     for (int first = 0;;) {
@@ -199,10 +203,10 @@ constexpr int kTileTokens = 32;
 constexpr int kLatentTileThreads = 128;
 constexpr int kLatentTileColumns = 128;  // of a block: a warp takes 64 of them for 16 tokens
 
-// latent_q[row] = q_nope Wuk. Grid (heads, latent / kLatentTileColumns, tokens / kTileTokens).
+// latent_q[row] = q_nope Wuk; progress = 0. Grid (heads, latent / kLatentTileColumns, tokens / kTileTokens).
 __global__ void __launch_bounds__(kLatentTileThreads)
     MlaLatentQueryTileKernel(Matrix<const bf16> q, int query_dim, const bf16* kv_b, int head_rows, int token_begin,
-                             int tokens, bf16* latent_q) {
+                             int tokens, bf16* latent_q, uint32_t* progress) {
   constexpr int kNope = 128;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.x, heads = gridDim.x;
@@ -216,6 +220,7 @@ __global__ void __launch_bounds__(kLatentTileThreads)
     for (int k = 0; k < 8; ++k) w[i][k] = *reinterpret_cast<const uint4*>(weights + (32 * i + k) * kAbsorbedLatent);
   }
   GridDependencyWait();
+  if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x == 0) StoreRelaxed(progress, 0);
   GridDependencyRelease();                                         // not before: the next kernel reads lines at once
   const int token = blockIdx.z * kTileTokens + warp / 2 * 16 + g;  // and + 8
   uint4 x[2][kNope / 32];
@@ -264,18 +269,17 @@ constexpr int kFinishTileThreads = 256;
 constexpr int kFinishTileWarps = kFinishTileThreads / 32;
 constexpr int kFinishTileRow = 160;  // elements from token to token: rows 80 words apart, so that lanes hit all banks
 constexpr int kFinishTileValues = kFinishValue / kFinishBlocks;  // that a block sums up and stores
-constexpr int kFinishTileLoads = 4;                              // splits of a token that are on their way together
-
-constexpr int kMaxTileSplits = 32;  // a lane a split
+constexpr int kFinishTileLoads = 4;   // partial results of a token that are on their way together,
+constexpr int kFinishLongLoads = 16;  // where tokens are taken one by one
 
 struct FinishTileShared {
   bf16 latent[kTileTokens][kFinishTileRow];
-  float sum[kFinishBlocks][kTileTokens][kFinishTileValues];
+  float sum[kFinishBlocks][kTileTokens][kFinishTileValues + 4];
+  Partials partials[kProjectTokens];  // of a token
 };
 
-// out = (combined splits) Wuv^T times the gate, if there is one: a cluster a head and tile of tokens, a block 128
-// columns of the latent. Grid (heads * kFinishBlocks, tokens / kTileTokens); at most kMaxTileSplits splits,
-// args.rows.tiles_per_sequence > 0.
+// out = (combined splits) Wuv^T times the gate, if there is one: a cluster a head, 32 tokens at a time, a block 128
+// columns of the latent. Grid (heads * kFinishBlocks); shared splits.
 __global__ void __launch_bounds__(kFinishBound, 1)
     MlaFinishTileKernel(AbsorbedArgs args, SequenceBatch batch, const bf16* kv_b, int head_rows,
                         Matrix<const bf16> gate, Matrix<bf16> out) {
@@ -283,134 +287,171 @@ __global__ void __launch_bounds__(kFinishBound, 1)
   FinishTileShared& s = *DynamicShared<FinishTileShared>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.x / kFinishBlocks, part = blockIdx.x % kFinishBlocks;
-  const int tokens = args.rows.token_end - args.rows.token_begin, first = blockIdx.y * kTileTokens;
+  const int tokens = args.rows.token_end - args.rows.token_begin;
   GridDependencyRelease();
   ClusterArrive();
-  // A warp multiplies with the weights of 16 values.
+  // A warp multiplies with the weights of 16 values, a lane sums up four in a row: 4 t + 2 j and + 1 in product j.
   uint4 w[2][4];
-  const bf16* weights = kv_b +
-                        (static_cast<int64_t>(head) * head_rows + args.nope_dim + 16 * warp + g) * kAbsorbedLatent +
-                        128 * part + 8 * t;
+  const bf16* weights =
+      kv_b +
+      (static_cast<int64_t>(head) * head_rows + args.nope_dim + 16 * warp + g / 2 * 4 + g % 2) * kAbsorbedLatent +
+      128 * part + 8 * t;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) w[j][i] = LoadStreaming16(weights + 8 * j * kAbsorbedLatent + 32 * i);
+    for (int i = 0; i < 4; ++i) w[j][i] = LoadStreaming16(weights + 2 * j * kAbsorbedLatent + 32 * i);
   }
-  uint2 line[kTokens] = {};
-  if (args.splits == 1) {
-    GridDependencyWait();
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      const int token = first + warp + kFinishTileWarps * i;
-      if (token >= tokens) continue;
-      const int64_t row = static_cast<int64_t>(token) * args.rows.heads + head;
-      line[i] = *reinterpret_cast<const uint2*>(args.latent_out + row * kAbsorbedLatent + 128 * part + 4 * lane);
-    }
-  } else {
-    Partials partials[kTokens] = {};
-    int most = 0;
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      const int token = first + warp + kFinishTileWarps * i;
-      if (token < tokens) partials[i] = FindPartials(args, batch, args.rows.token_begin + token, head);
-      most = max(most, partials[i].splits);
-    }
-    const bf16* from = args.partial + 128 * part + 4 * lane;
-    uint2 x[kTokens][kFinishTileLoads];
-    const auto load = [&](int begin) {
-#pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
-#pragma unroll
-        for (int k = 0; k < kFinishTileLoads; ++k) {
-          x[i][k] = begin + k < partials[i].splits
-                        ? *reinterpret_cast<const uint2*>(from + (partials[i].slot + begin + k) * kAbsorbedLatent)
-                        : uint2{};
-        }
-      }
-    };
-    GridDependencyWait();
-    float share[kTokens];  // of split `lane`
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      share[i] = lane < partials[i].splits ? args.partial_lse[partials[i].slot + lane] : -INFINITY;
-    }
-    load(0);
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      const float top = WarpMax(share[i]);
-      const float weight = top == -INFINITY ? 0.0f : Exp2(share[i] - top);
-      const float sum = WarpSum(weight);
-      share[i] = sum > 0 ? weight / sum : 0.0f;
-    }
-    float4 total[kTokens] = {};
-    for (int begin = 0;;) {
-#pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
-#pragma unroll
-        for (int k = 0; k < kFinishTileLoads; ++k) {
-          AddScaled(total[i], __shfl_sync(kAllLanes, share[i], (begin + k) % 32), x[i][k]);
-        }
-      }
-      begin += kFinishTileLoads;
-      if (begin >= most) break;
-      load(begin);
-    }
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      line[i] = {PackBf16(total[i].x, total[i].y), PackBf16(total[i].z, total[i].w)};
-    }
+  // Of token threadIdx.x: its sequence, and its first row if that one's splits began with the first block.
+  int sequence = -1, first_row = 0;
+  const int tiles = args.rows.tiles_per_sequence;
+  if (threadIdx.x < tokens) {
+    sequence = batch.sequence_of_token[args.rows.token_begin + threadIdx.x];
+    int row;
+    MlaSequenceRows(args.rows, batch, sequence, row);
+    row = static_cast<int>(threadIdx.x) * args.rows.heads + head - row;
+    first_row = row;
   }
-#pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    *reinterpret_cast<uint2*>(&s.latent[warp + kFinishTileWarps * i][4 * lane]) = line[i];
+  const bf16* from = args.partial + 128 * part + 4 * lane;
+  const auto line = [&](const Partials& partials, int split) {
+    return split < partials.count
+               ? *reinterpret_cast<const uint2*>(from + static_cast<int64_t>(partials.first + split * partials.step) *
+                                                            kAbsorbedLatent)
+               : uint2{};
+  };
+  const auto lse = [&](const Partials& partials, int split) {
+    return split < partials.count ? args.partial_lse[partials.first + split * partials.step] : -INFINITY;
+  };
+  const auto keep = [&](int token, const float4& x) {
+    *reinterpret_cast<uint2*>(&s.latent[token][4 * lane]) = {PackBf16(x.x, x.y), PackBf16(x.z, x.w)};
+  };
+  GridDependencyWait();
+  if (threadIdx.x < kProjectTokens) {
+    const int2 split_of = sequence < 0 ? int2{} : args.split_of[sequence];
+    s.partials[threadIdx.x] = {first_row + split_of.x * tiles * kMlaTileRows, tiles * kMlaTileRows, split_of.y};
   }
   __syncthreads();
-  float sum[2][2][4] = {};  // [16 tokens][8 values]
+  for (int first = 0; first < tokens; first += kTileTokens) {
+    int most = 0, in_turn = 0;  // the longest; rounds of loads, tokens one by one
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kTokens; ++i) {
+      const int count = s.partials[first + warp + kFinishTileWarps * i].count;
+      most = max(most, count);
+      in_turn += (count + kFinishLongLoads - 1) / kFinishLongLoads;
+    }
+    if (most <= 32 && (most + kFinishTileLoads - 1) / kFinishTileLoads <= max(1, in_turn)) {
+      const Partials* partials = &s.partials[first + warp];
+      float share[kTokens];  // of split `lane`
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const uint4 low = *reinterpret_cast<const uint4*>(&s.latent[16 * m + g][32 * i + 8 * t]);
-      const uint4 high = *reinterpret_cast<const uint4*>(&s.latent[16 * m + g + 8][32 * i + 8 * t]);
-      const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
+      for (int i = 0; i < kTokens; ++i) share[i] = lse(partials[kFinishTileWarps * i], lane);
+      uint2 x[kTokens][kFinishTileLoads];
+      const auto load = [&](int begin) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        MmaBf16(sum[m][j], even, w[j][i].x, w[j][i].y);
-        MmaBf16(sum[m][j], odd, w[j][i].z, w[j][i].w);
+        for (int i = 0; i < kTokens; ++i) {
+#pragma unroll
+          for (int k = 0; k < kFinishTileLoads; ++k) x[i][k] = line(partials[kFinishTileWarps * i], begin + k);
+        }
+      };
+      load(0);
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        const float top = WarpMax(share[i]);
+        const float weight = top == -INFINITY ? 0.0f : Exp2(share[i] - top);
+        const float sum = WarpSum(weight);
+        share[i] = sum > 0 ? weight / sum : 0.0f;
+      }
+      float4 total[kTokens] = {};
+      for (int begin = 0;;) {
+#pragma unroll
+        for (int i = 0; i < kTokens; ++i) {
+#pragma unroll
+          for (int k = 0; k < kFinishTileLoads; ++k) {
+            AddScaled(total[i], __shfl_sync(kAllLanes, share[i], begin + k), x[i][k]);
+          }
+        }
+        begin += kFinishTileLoads;
+        if (begin >= most) break;
+        load(begin);
+      }
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) keep(warp + kFinishTileWarps * i, total[i]);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kTokens; ++i) {
+        const int token = warp + kFinishTileWarps * i;
+        const Partials own = s.partials[first + token];
+        uint2 x[kFinishLongLoads];
+        const auto load = [&](int begin) {
+#pragma unroll
+          for (int k = 0; k < kFinishLongLoads; ++k) x[k] = line(own, begin + k);
+        };
+        load(0);
+        float top = -INFINITY, sum = 0;
+        for (int k = lane; k < own.count; k += 32) top = fmaxf(top, lse(own, k));
+        top = WarpMax(top);
+        if (top == -INFINITY) top = 0;
+        for (int k = lane; k < own.count; k += 32) sum += Exp2(lse(own, k) - top);
+        sum = WarpSum(sum);
+        const float inverse = sum > 0 ? 1.0f / sum : 0.0f;
+        float4 total = {};
+        for (int begin = 0;;) {
+          const float share = Exp2(lse(own, begin + lane % kFinishLongLoads) - top) * inverse;
+#pragma unroll
+          for (int k = 0; k < kFinishLongLoads; ++k) AddScaled(total, __shfl_sync(kAllLanes, share, k), x[k]);
+          begin += kFinishLongLoads;
+          if (begin >= own.count) break;
+          load(begin);
+        }
+        keep(token, total);
       }
     }
-  }
-  ClusterWait();
-  auto& to = InBlock(&s, 16 * warp / kFinishTileValues)->sum[part];
+    __syncthreads();
+    float sum[2][2][4] = {};  // [16 tokens][8 values]
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
+    for (int i = 0; i < 4; ++i) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int value = (16 * warp + 8 * j) % kFinishTileValues + 2 * t;
-      *reinterpret_cast<float2*>(&to[16 * m + g][value]) = {sum[m][j][0], sum[m][j][1]};
-      *reinterpret_cast<float2*>(&to[16 * m + g + 8][value]) = {sum[m][j][2], sum[m][j][3]};
+      for (int m = 0; m < 2; ++m) {
+        const uint4 low = *reinterpret_cast<const uint4*>(&s.latent[16 * m + g][32 * i + 8 * t]);
+        const uint4 high = *reinterpret_cast<const uint4*>(&s.latent[16 * m + g + 8][32 * i + 8 * t]);
+        const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          MmaBf16(sum[m][j], even, w[j][i].x, w[j][i].y);
+          MmaBf16(sum[m][j], odd, w[j][i].z, w[j][i].w);
+        }
+      }
     }
-  }
-  ClusterArrive();
-  ClusterWait();
-  const int token = threadIdx.x / 8, value = threadIdx.x % 8 * 4;
-  if (first + token >= tokens) return;
-  float4 total = {};
+    ClusterWait();
+    auto& to = InBlock(&s, 16 * warp / kFinishTileValues)->sum[part];
 #pragma unroll
-  for (int i = 0; i < kFinishBlocks; ++i) {
-    const float4 x = *reinterpret_cast<const float4*>(&s.sum[i][token][value]);
-    total = {total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w};
-  }
-  const int row = args.rows.token_begin + first + token;
-  const int64_t column = static_cast<int64_t>(head) * kFinishValue + kFinishTileValues * part + value;
-  float scale[4] = {1, 1, 1, 1};
-  if (gate.data != nullptr) {
-    LoadFloats(gate.Row(row) + column, scale);
+    for (int m = 0; m < 2; ++m) {
+      float* row = &to[16 * m + g][16 * warp % kFinishTileValues + 4 * t];
+      *reinterpret_cast<float4*>(row) = {sum[m][0][0], sum[m][0][1], sum[m][1][0], sum[m][1][1]};
+      *reinterpret_cast<float4*>(row + 8 * (kFinishTileValues + 4)) = {sum[m][0][2], sum[m][0][3], sum[m][1][2],
+                                                                       sum[m][1][3]};
+    }
+    ClusterArrive();
+    const int token = threadIdx.x / 8, value = threadIdx.x % 8 * 4;
+    const bool stores = first + token < tokens;
+    const int row = args.rows.token_begin + first + token;
+    const int64_t column = static_cast<int64_t>(head) * kFinishValue + kFinishTileValues * part + value;
+    float scale[4] = {1, 1, 1, 1};
+    if (gate.data != nullptr && stores) {
+      LoadFloats(gate.Row(row) + column, scale);
 #pragma unroll
-    for (float& x : scale) x = Sigmoid(x);
+      for (float& x : scale) x = Sigmoid(x);
+    }
+    ClusterWait();
+    float4 total = {};
+#pragma unroll
+    for (int i = 0; i < kFinishBlocks; ++i) {
+      const float4 x = *reinterpret_cast<const float4*>(&s.sum[i][token][value]);
+      total = {total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w};
+    }
+    if (first + kTileTokens < tokens) ClusterArrive();  // others may store the sums of the next tokens
+    if (!stores) continue;
+    *reinterpret_cast<uint2*>(out.Row(row) + column) = {PackBf16(total.x * scale[0], total.y * scale[1]),
+                                                        PackBf16(total.z * scale[2], total.w * scale[3])};
   }
-  *reinterpret_cast<uint2*>(out.Row(row) + column) = {PackBf16(total.x * scale[0], total.y * scale[1]),
-                                                      PackBf16(total.z * scale[2], total.w * scale[3])};
 }
 
 }  // namespace k3::cuda

@@ -335,6 +335,20 @@ __device__ __forceinline__ void PrefetchBulkL2(const void* global, uint32_t byte
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
+// --- counters that hurry nobody: no order with other accesses ---
+
+__device__ __forceinline__ uint32_t LoadRelaxed(const uint32_t* global) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(global) : "memory");
+  return value;
+}
+__device__ __forceinline__ void StoreRelaxed(uint32_t* global, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
+}
+__device__ __forceinline__ void AddRelaxed(uint32_t* global, uint32_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
+}
+
 // --- clusters of blocks ---
 
 __device__ __forceinline__ uint32_t ClusterRank() {

@@ -172,19 +172,25 @@ struct Batch {
   SequenceBatch view;
 
   Batch(Arena& arena, const std::vector<int32_t>& tokens, int32_t context_tokens, int32_t first_slot, int32_t page_size,
-        int32_t first_page) {
+        int32_t first_page)
+      : Batch(arena, tokens, std::vector<int32_t>(tokens.size(), context_tokens), first_slot, page_size, first_page) {}
+  Batch(Arena& arena, const std::vector<int32_t>& tokens, const std::vector<int32_t>& contexts, int32_t first_slot,
+        int32_t page_size, int32_t first_page)
+      : context(contexts) {
     std::vector<int32_t> slots, sequence_of_token, position, pages;
-    const int32_t pages_each =
-        (context_tokens + *std::max_element(tokens.begin(), tokens.end()) + page_size - 1) / page_size;
+    const int32_t pages_each = (*std::max_element(contexts.begin(), contexts.end()) +
+                                *std::max_element(tokens.begin(), tokens.end()) + page_size - 1) /
+                               page_size;
     for (size_t s = 0; s < tokens.size(); ++s) {
+      const int32_t context_tokens = contexts[s], own_pages = (context_tokens + tokens[s] + page_size - 1) / page_size;
       begin.push_back(begin.back() + tokens[s]);
-      context.push_back(context_tokens);
       slots.push_back(first_slot + static_cast<int32_t>(s));
       for (int32_t t = 0; t < tokens[s]; ++t) {
         sequence_of_token.push_back(static_cast<int32_t>(s));
         position.push_back(context_tokens + t);
       }
-      for (int32_t p = 0; p < pages_each; ++p) pages.push_back(first_page + static_cast<int32_t>(s) * pages_each + p);
+      for (int32_t p = 0; p < pages_each; ++p) pages.push_back(p < own_pages ? first_page + p : -1);
+      first_page += own_pages;
     }
     view.num_tokens = begin.back();
     view.num_sequences = static_cast<int32_t>(tokens.size());
@@ -289,15 +295,22 @@ void KdaCases(Bench& bench) {
   Kda(bench, "kda_verify8/h32/b32", 32, std::vector<int32_t>(32, 8), KdaGate::kBounded, "us");
 }
 
-void Mla(Bench& bench, const std::string& name, int32_t heads, int32_t batch, int32_t context, int32_t tokens,
+void Mla(Bench& bench, const std::string& name, int32_t heads, const std::vector<int32_t>& contexts, int32_t tokens,
          const char* unit) {
   if (!bench.Wants(name)) return;
   Ops& ops = bench.ops();
   Arena arena(ops);
-  const double line_bytes = 576 * 2, bytes = static_cast<double>(batch) * (context + tokens) * line_bytes;
+  const auto batch = static_cast<int32_t>(contexts.size());
+  const int32_t longest = *std::max_element(contexts.begin(), contexts.end());
+  double bytes = 0, pairs = 0;  // pairs of a query and a key
+  int32_t pages = 0;
+  for (const int32_t context : contexts) {
+    bytes += (context + tokens) * 576.0 * 2;
+    pairs += tokens * (context + (tokens + 1) / 2.0);
+    pages += (context + tokens + 63) / 64;
+  }
   const int sets = Sets(bytes);
-  const int32_t pages_each = (context + tokens + 63) / 64;
-  const MatrixView lines = arena.Matrix(int64_t{sets} * batch * pages_each * 64, 576);
+  const MatrixView lines = arena.Matrix(int64_t{sets} * pages * 64, 576);
   HostTensor kv_b;
   kv_b.dtype = DType::kBF16;
   kv_b.shape = {heads * 256, 512};
@@ -305,12 +318,12 @@ void Mla(Bench& bench, const std::string& name, int32_t heads, int32_t batch, in
   const auto projection = ops.MakeLatentProjection(kv_b, heads, 128, 128);
   const int64_t total = int64_t{batch} * tokens;
   void* scratch =
-      arena.Bytes(static_cast<int64_t>(ops.MlaScratchBytes(total, batch, heads, 512, 64, 128, 128, context + tokens)));
+      arena.Bytes(static_cast<int64_t>(ops.MlaScratchBytes(total, batch, heads, 512, 64, 128, 128, longest + tokens)));
   std::vector<std::unique_ptr<Batch>> batches;
   std::vector<MlaAttentionParams> params(static_cast<size_t>(sets));
   for (int i = 0; i < sets; ++i) {
-    batches.push_back(std::make_unique<Batch>(arena, std::vector<int32_t>(static_cast<size_t>(batch), tokens), context,
-                                              0, 64, i * batch * pages_each));
+    batches.push_back(
+        std::make_unique<Batch>(arena, std::vector<int32_t>(contexts.size(), tokens), contexts, 0, 64, i * pages));
     MlaAttentionParams& p = params[static_cast<size_t>(i)];
     p.batch = &batches.back()->view;
     p.heads = heads;
@@ -332,7 +345,6 @@ void Mla(Bench& bench, const std::string& name, int32_t heads, int32_t batch, in
     bench.Report(name, bytes / seconds * 1e-12, unit, seconds, bytes);
   } else {
     // Causal attention with expanded keys (192) and values (128).
-    const double pairs = static_cast<double>(batch) * tokens * (context + (tokens + 1) / 2.0);
     bench.Report(name, pairs * heads * 2 * (192 + 128) / seconds * 1e-12, unit, seconds, 0);
   }
 }
@@ -626,11 +638,16 @@ int Main(int argc, char** argv) {
   Bench bench(*ops, filter);
   bench.Ceilings();
   KdaCases(bench);
-  Mla(bench, "mla_decode/h32/b32/32768", 32, 32, 32767, 1, "TB/s");
-  Mla(bench, "mla_decode/h32/b1/8192", 32, 1, 8191, 1, "us");
-  Mla(bench, "mla_decode/h32/b1/131072", 32, 1, 131071, 1, "us");
-  Mla(bench, "mla_prefill_tflops/h32/8192", 32, 1, 0, 8192, "TFLOP/s");
-  Mla(bench, "mla_prefill_tflops/h96/8192", 96, 1, 0, 8192, "TFLOP/s");
+  Mla(bench, "mla_decode/h32/b32/32768", 32, std::vector<int32_t>(32, 32767), 1, "TB/s");
+  Mla(bench, "mla_decode/h32/b1/8192", 32, {8191}, 1, "us");
+  Mla(bench, "mla_decode/h32/b1/131072", 32, {131071}, 1, "us");
+  // Not goals: contexts of very different lengths, more sequences than splits.
+  std::vector<int32_t> uneven(32, 2047);
+  uneven[9] = 131071;
+  Mla(bench, "mla_decode_uneven/h32/1x131072,31x2048", 32, uneven, 1, "TB/s");
+  Mla(bench, "mla_decode/h32/b100/4096", 32, std::vector<int32_t>(100, 4095), 1, "TB/s");
+  Mla(bench, "mla_prefill_tflops/h32/8192", 32, {0}, 8192, "TFLOP/s");
+  Mla(bench, "mla_prefill_tflops/h96/8192", 96, {0}, 8192, "TFLOP/s");
   MoeCases(bench, {"moe_bf16/kl", 256, 8, 2304, 1024, false}, {1, 8, 64, 256, 8192});
   MoeCases(bench, {"moe_mxfp4/k3ep8", 112, 16, 3584, 3072, true}, {64, 8192});
   for (int64_t rows : {1, 128, 8192}) AttnRes(bench, rows);

@@ -230,7 +230,7 @@ TEST_P(MlaTest, DecodesManySequencesOfUnevenLength) {
   }
   Pool pool(ops(), s, page, cache_dtype());
   // Devices have kernels of their own for 32 tokens at a time and for up to 4, and do not split keys of very many.
-  for (const size_t count : {sequences.size(), size_t{36}, size_t{16}, size_t{2}}) {
+  for (const size_t count : {sequences.size(), size_t{36}, size_t{16}, size_t{5}, size_t{2}}) {
     std::vector<const Sequence*> batch;
     std::vector<int64_t> context;
     for (size_t i = 0; i < count; ++i) {
@@ -263,6 +263,40 @@ TEST_P(MlaTest, DecodesManyHeads) {
                 "first, tokens: " + std::to_string(tokens));
     ExpectClose(Slice(out, width, tokens, tokens), Expected(s, w, b, 7 - tokens, tokens, cache_dtype()),
                 mla_tolerance(), "second, tokens: " + std::to_string(tokens));
+  }
+}
+
+// Sequences of several tiles each, whose keys devices share out.
+TEST_P(MlaTest, DecodesManyTilesOfUnevenLength) {
+  const std::vector<int64_t> lengths = {700, 3, 64, 1100, 65, 129, 9};
+  for (const auto& [heads, tokens] : {std::pair<int32_t, int64_t>{40, 1}, {80, 1}, {32, 3}}) {
+    MlaShape s;
+    s.heads = heads;
+    const Weights w = MakeWeights(s, 75);
+    std::vector<Sequence> sequences;
+    int32_t page = 0;
+    for (const int64_t length : lengths) {
+      std::vector<int32_t> pages(static_cast<size_t>((length + s.page_size - 1) / s.page_size));
+      std::iota(pages.rbegin(), pages.rend(), page);
+      page += static_cast<int32_t>(pages.size());
+      sequences.push_back(MakeSequence(s, length, static_cast<uint32_t>(76 + page), pages));
+    }
+    Pool pool(ops(), s, page, cache_dtype());
+    std::vector<const Sequence*> batch;
+    std::vector<int64_t> context;
+    for (const Sequence& sequence : sequences) {
+      batch.push_back(&sequence);
+      context.push_back(sequence.length - tokens);
+    }
+    AppendOnly(s, w, batch, context, pool);
+    const std::vector<int64_t> each(batch.size(), tokens);
+    const std::vector<float> out = Step(s, w, batch, context, each, pool);
+    for (size_t i = 0; i < batch.size(); ++i) {
+      ExpectClose(Slice(out, s.heads * s.value, static_cast<int64_t>(i) * tokens, tokens),
+                  Expected(s, w, sequences[i], context[i], tokens, cache_dtype()), mla_tolerance(),
+                  "sequence " + std::to_string(i) + ", heads: " + std::to_string(heads));
+    }
+    EXPECT_EQ(Step(s, w, batch, context, each, pool), out) << "not the same bits again";
   }
 }
 
