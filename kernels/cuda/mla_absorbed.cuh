@@ -492,7 +492,7 @@ __device__ __forceinline__ void AddScaled(float4& sum, float scale, uint2 x) {
 }
 
 constexpr int kCombineThreads = 128;
-constexpr unsigned kCombineBlocks = 8;  // a tile
+constexpr unsigned kCombineBlocks = 4;  // a tile: so few that they all wait beside the attention
 
 struct CombineShared {
   MlaTile tile;

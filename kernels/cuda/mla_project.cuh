@@ -14,7 +14,7 @@ struct Partials {
   int first, step, count;
 };
 
-// args.rows.tiles_per_sequence > 0. With shared splits after the attention.
+// args.rows.tiles_per_sequence > 0. With shared splits it waits for the attention.
 __device__ __forceinline__ Partials FindPartials(const AbsorbedArgs& args, const SequenceBatch& batch, int token,
                                                  int head) {
   const int sequence = batch.sequence_of_token[token];
@@ -23,6 +23,7 @@ __device__ __forceinline__ Partials FindPartials(const AbsorbedArgs& args, const
   row = (token - args.rows.token_begin) * args.rows.heads + head - row;  // within the sequence
   const int index = row / kMlaTileRows, tiles = args.rows.tiles_per_sequence;
   if (args.shared_splits > 0) {
+    GridDependencyWait();
     const int2 split_of = args.split_of[sequence];
     return {(split_of.x * tiles + index) * kMlaTileRows + row % kMlaTileRows, tiles * kMlaTileRows, split_of.y};
   }
@@ -113,7 +114,6 @@ __global__ void __launch_bounds__(kFinishBound, 1)
       s.latent[0][threadIdx.x] = ToFloat(args.latent_out[row * kAbsorbedLatent + 128 * part + threadIdx.x]);
     }
   } else {
-    if (args.shared_splits > 0) GridDependencyWait();
     const auto [first_row, step, splits] = FindPartials(args, batch, token, head);
     const float* lse = args.partial_lse + first_row;
     const bf16* from = args.partial + static_cast<int64_t>(first_row) * kAbsorbedLatent + 128 * part + 4 * lane;

@@ -213,7 +213,7 @@ TEST_P(MlaTest, SequencesOfOneStepAreIndependent) {
   ExpectClose(Slice(out, width, 71, 10), Expected(s, w, c, 190, 10, cache_dtype()), mla_tolerance(), "third");
 }
 
-// Devices cut the keys of a decode into equal shares that do not end where sequences end.
+// Devices deal their blocks out to sequences by their lengths.
 TEST_P(MlaTest, DecodesManySequencesOfUnevenLength) {
   const MlaShape s;
   const Weights w = MakeWeights(s, 40);
@@ -266,7 +266,7 @@ TEST_P(MlaTest, DecodesManyHeads) {
   }
 }
 
-// Sequences of several tiles each, whose keys devices share out.
+// The same where a sequence has several tiles of rows.
 TEST_P(MlaTest, DecodesManyTilesOfUnevenLength) {
   const std::vector<int64_t> lengths = {700, 3, 64, 1100, 65, 129, 9};
   for (const auto& [heads, tokens] : {std::pair<int32_t, int64_t>{40, 1}, {80, 1}, {32, 3}}) {
