@@ -174,9 +174,10 @@ def baseline_of(torch, name):
         return "cuDNN", attention(torch, int(name.split("/")[1][1:]), 8192), "no latents to expand, no output gate"
     if name.startswith("moe_bf16/"):
         return "torch", grouped_products(torch, int(name.split("/")[2])), "the two products alone"
-    if name.startswith(("kda_prefill", "kda_decode/")):
+    if name.startswith(("kda_prefill/", "kda_prefill_unbounded/", "kda_decode/")):
         heads, lengths = kda_shape(name)
-        return "FLA", kda(torch, heads, lengths, "unbounded" not in name), "no convolution, no gated norm"
+        without = "no convolution, no gated norm" if name.startswith("kda_decode/") else ""
+        return "FLA", kda(torch, heads, lengths, "unbounded" not in name), without
     if name.startswith("attn_res/"):
         return "FLA", residuals(torch, int(name.split("/")[2])), ""
     if name.startswith("add_rmsnorm/"):
