@@ -17,8 +17,8 @@ void FillNormal(void* to, DType to_type, int64_t count, float deviation, uint64_
 void FillBits(uint8_t* to, int64_t count, uint64_t seed, cudaStream_t queue);
 
 // Codes [count, cols / 2] and scales [count, cols / 32] of the checkpoint to the order of mxfp4_layout.h; count is a
-// multiple of 16, cols of 32.
+// multiple of 16, cols of 32. *rare_scales becomes 1 if a scale is none of those that Mxfp4ScaleIsCommon names.
 void RepackMxfp4(const void* rows, const void* scales, int64_t count, int64_t cols, void* to, void* to_scales,
-                 cudaStream_t queue);
+                 int* rare_scales, cudaStream_t queue);
 
 }  // namespace k3::cuda

@@ -57,7 +57,10 @@ std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const 
   made->w13 = DeviceMemory(device_.ordinal, count * size13);
   made->w2 = DeviceMemory(device_.ordinal, count * size2);
   DeviceMemory rows, scales;  // one matrix before it is repacked
+  DeviceMemory rare_scales;   // an int
   if (packed) {
+    rare_scales = DeviceMemory(device_.ordinal, sizeof(int));
+    K3_CUDA(cudaMemsetAsync(rare_scales.data(), 0, sizeof(int), cudaStreamPerThread));
     made->w13_scale = DeviceMemory(device_.ordinal, count * pieces13 * kMxfp4PieceScaleBytes);
     made->w2_scale = DeviceMemory(device_.ordinal, count * pieces2 * kMxfp4PieceScaleBytes);
     rows = DeviceMemory(device_.ordinal, static_cast<size_t>(inner * in));
@@ -110,7 +113,8 @@ std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const 
     CheckShape(expert.w3_scale, inner, in / 32, true);
     CheckShape(expert.w2_scale, in, inner / 32, true);
     const auto repack = [&](int64_t count, int64_t cols, char* to, char* to_scales) {
-      RepackMxfp4(rows.data(), scales.data(), count, cols, to, to_scales, cudaStreamPerThread);
+      RepackMxfp4(rows.data(), scales.data(), count, cols, to, to_scales, static_cast<int*>(rare_scales.data()),
+                  cudaStreamPerThread);
       K3_CUDA(cudaStreamSynchronize(cudaStreamPerThread));  // `rows` and `scales` are used again
     };
     char* to_scales = static_cast<char*>(scales.data());
@@ -124,7 +128,12 @@ std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const 
                     [&](const HostTensor& scale) { uploader_.Upload(scale, to_scales, type); });
     repack(in, inner, w2, static_cast<char*>(made->w2_scale.data()) + e * pieces2 * kMxfp4PieceScaleBytes);
   }
+  int rare = 0;
+  if (packed) {
+    K3_CUDA(cudaMemcpyAsync(&rare, rare_scales.data(), sizeof(int), cudaMemcpyDeviceToHost, cudaStreamPerThread));
+  }
   K3_CUDA(cudaStreamSynchronize(cudaStreamPerThread));
+  made->rare_scales = rare != 0;
   return made;
 }
 

@@ -126,6 +126,27 @@ K3_GROUP_MMA(256, 128, "%128", "%129", "%130", "%131", "%132")
 K3_GROUP_MMA_REGISTERS(64, 32, "%32, %33, %34, %35", "%36", "%37", "%38")
 K3_GROUP_MMA_REGISTERS(128, 64, "%64, %65, %66, %67", "%68", "%69", "%70")
 K3_GROUP_MMA_REGISTERS(256, 128, "%128, %129, %130, %131", "%132", "%133", "%134")
+#define K3_NUMBERS_4 "%0, %1, %2, %3"
+#define K3_NUMBERS_12 K3_NUMBERS_8 ", %8, %9, %10, %11"
+#define K3_SUMS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define K3_SUMS_12 K3_SUMS_8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+#define K3_GROUP_MMA_E4M3(N, SUMS, A, SECOND, THIRD)                                                                   \
+  __device__ __forceinline__ void GroupMmaE4m3_##N(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {     \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " THIRD ", 0;\n"                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" K3_NUMBERS_##SUMS "}, {" A "}, " SECOND  \
+                 ", p, 1, 1;\n}"                                                                                       \
+                 : K3_SUMS_##SUMS                                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));             \
+  }
+K3_GROUP_MMA_E4M3(8, 4, "%4, %5, %6, %7", "%8", "%9")
+K3_GROUP_MMA_E4M3(16, 8, "%8, %9, %10, %11", "%12", "%13")
+K3_GROUP_MMA_E4M3(24, 12, "%12, %13, %14, %15", "%16", "%17")
+K3_GROUP_MMA_E4M3(32, 16, "%16, %17, %18, %19", "%20", "%21")
+#undef K3_GROUP_MMA_E4M3
+#undef K3_NUMBERS_4
+#undef K3_NUMBERS_12
+#undef K3_SUMS_4
+#undef K3_SUMS_12
 #undef K3_GROUP_MMA
 #undef K3_GROUP_MMA_REGISTERS
 #undef K3_NUMBERS_8
@@ -183,6 +204,18 @@ __device__ __forceinline__ void GroupMma(float (&d)[kSums], const uint32_t (&a)[
   if constexpr (N == 64) GroupMma64<kTransposedB>(d, a, b, accumulate);
   if constexpr (N == 128) GroupMma128<kTransposedB>(d, a, b, accumulate);
   if constexpr (N == 256) GroupMma256<kTransposedB>(d, a, b, accumulate);
+}
+
+// sum[64 x N] += a[64 x 32] b[32 x N] in e4m3, N 8 to 32; with `accumulate` false the old sums are ignored. Register
+// a[0] holds row g, columns 4 t .. 4 t + 3 (the first in the lowest byte), a[1] row g + 8, a[2] and a[3] the same rows
+// at columns + 16; sums as above; b plain, within an atom the next 32 elements of the contraction are 32 bytes on.
+template <int N, int kSums>
+__device__ __forceinline__ void GroupMmaE4m3(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  static_assert(N / 2 <= kSums);
+  if constexpr (N == 8) GroupMmaE4m3_8(d, a, b, accumulate);
+  if constexpr (N == 16) GroupMmaE4m3_16(d, a, b, accumulate);
+  if constexpr (N == 24) GroupMmaE4m3_24(d, a, b, accumulate);
+  if constexpr (N == 32) GroupMmaE4m3_32(d, a, b, accumulate);
 }
 
 }  // namespace k3::cuda

@@ -25,6 +25,7 @@ struct MoeScratch {
   int* share;  // [kMoePlanBlocks][experts], for many pairs
   void* h;     // [pairs, inner] act
   void* y;     // [pairs, in] act
+  Mxfp4Inputs inputs;
   size_t bytes;
 
   MoeScratch(void* base, int64_t tokens, int64_t top_k, int64_t experts, int64_t in, int64_t inner, size_t element) {
@@ -42,11 +43,16 @@ struct MoeScratch {
     plan.group_count = ints(1);
     plan.pick_of = ints(pairs);
     plan.token_of = ints(pairs);
-    plan.launches = static_cast<int>(2 * std::max<int64_t>(1, CeilDiv(experts, kExpandedExperts)));
-    plan.tiles_taken = ints(plan.launches);
     share = ints(pairs >= kManyPairs ? kMoePlanBlocks * experts : 0);
     h = take(pairs * inner * static_cast<int64_t>(element));
     y = take(pairs * in * static_cast<int64_t>(element));
+    // Of streamed products in bf16: every group may have columns that are not full.
+    const int64_t streamed = element == 2 ? std::min(pairs, std::max(kStreamPicks * experts, top_k)) : 0;
+    const int64_t groups = std::min(experts, streamed) + streamed / 8;
+    inputs.factors = static_cast<float*>(take(groups * kMxfp4GroupPicks * static_cast<int64_t>(sizeof(float))));
+    const int64_t columns = streamed / 8 + std::min(experts, streamed) * (kMxfp4GroupPicks / 8);
+    inputs.images = static_cast<unsigned char*>(
+        take(columns * Mxfp4Chunks(std::max(in, inner)) * kMxfp4ChunkAtoms * kMxfp4AtomBytes));
     bytes = offset;
   }
 };
@@ -84,8 +90,8 @@ void Plan(const CudaExperts& experts, const MoeBlock& block, int columns, const 
     return dim3(static_cast<unsigned>(std::clamp<int64_t>(wanted, 128, kMoePlanThreads)));
   };
   if (block.pairs() < kManyPairs) {
-    Launch(&MoePlanKernel, {.grid = dim3(1), .block = threads(block.pairs() / 8), .shared = counters + scan}, queue,
-           "MoePlan", args);
+    Launch(&MoePlanKernel, {.grid = dim3(1), .block = threads(block.pairs()), .shared = counters + scan, .early = true},
+           queue, "MoePlan", args);
     return;
   }
   const LaunchShape shape = {.grid = dim3(kMoePlanBlocks), .block = dim3(256), .shared = counters};
@@ -129,6 +135,7 @@ void LaunchStream(const StreamArgs& args, const PlainStream& weights, int64_t ex
   shape.grid = dim3(static_cast<unsigned>(CeilDiv(args.out, 16 * kTiles)), static_cast<unsigned>(experts));
   shape.block = dim3(kStreamThreads);
   shape.shared = kStreamWarps * kTiles * kTokens * 32 * sizeof(float4);
+  shape.early = true;
   Launch(&MoeStreamKernel<PlainStream, kTokens, kTiles, kUp, kBlocks>, shape, queue,
          kUp ? "MoeUpStream" : "MoeDownStream", args, weights);
 }
@@ -139,20 +146,34 @@ void Stream(const StreamArgs& args, const PlainStream& weights, int columns, int
   LaunchStream<4, 2, kUp, 2>(args, weights, experts, queue);
 }
 
-template <int kTokens, int kTiles, bool kUp, int kBlocks>
-void LaunchStream(const StreamArgs& args, const Mxfp4View& weights, int64_t experts, cudaStream_t queue) {
+template <int kColumns, int kBlocks, bool kUp, bool kRareScales>
+void LaunchStream(const StreamArgs& args, const Mxfp4View& weights, const Mxfp4Inputs& inputs, int64_t active,
+                  cudaStream_t queue) {
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(CeilDiv(args.out, kMxfp4StreamRows<kTiles>)), static_cast<unsigned>(experts));
-  shape.block = dim3(kStreamThreads);
-  shape.shared = kStreamWarps * kTiles * kTokens * 32 * sizeof(float4);
-  Launch(&MoeMxfp4StreamKernel<kTokens, kTiles, kBlocks, kUp>, shape, queue, kUp ? "MoeUpStream" : "MoeDownStream",
-         args, weights);
+  shape.grid = dim3(static_cast<unsigned>(CeilDiv(args.out, kMxfp4StreamRows)), static_cast<unsigned>(active));
+  shape.block = dim3(kMxfp4StreamThreads);
+  shape.shared = sizeof(Mxfp4StreamShared<kColumns>);
+  shape.early = true;
+  Launch(&MoeMxfp4StreamKernel<kColumns, kBlocks, kUp, kRareScales>, shape, queue,
+         kUp ? "MoeUpStream" : "MoeDownStream", args, weights, inputs);
+}
+template <bool kUp, bool kRareScales>
+void Stream(const StreamArgs& args, const Mxfp4View& weights, const Mxfp4Inputs& inputs, int columns, int64_t active,
+            cudaStream_t queue) {
+  if (columns == 1) return LaunchStream<1, 3, kUp, kRareScales>(args, weights, inputs, active, queue);
+  if (columns == 2) return LaunchStream<2, 3, kUp, kRareScales>(args, weights, inputs, active, queue);
+  LaunchStream<4, 2, kUp, kRareScales>(args, weights, inputs, active, queue);
 }
 template <bool kUp>
-void Stream(const StreamArgs& args, const Mxfp4View& weights, int columns, int64_t experts, cudaStream_t queue) {
-  if (columns == 1) return LaunchStream<1, 2, kUp, 3>(args, weights, experts, queue);
-  if (columns == 2) return LaunchStream<2, 4, kUp, 2>(args, weights, experts, queue);
-  LaunchStream<4, 2, kUp, 2>(args, weights, experts, queue);
+void Stream(const CudaExperts& experts, const StreamArgs& args, const Mxfp4View& weights, const Mxfp4Inputs& inputs,
+            int columns, int64_t groups, int64_t active, cudaStream_t queue) {
+  Launch(&Mxfp4InputsKernel<kUp>,
+         {.grid = dim3(static_cast<unsigned>(groups), static_cast<unsigned>(8 * columns)),
+          .block = dim3(kMxfp4InputThreads),
+          .early = true},
+         queue, "Mxfp4Inputs", args, columns, inputs);
+  experts.rare_scales ? Stream<kUp, true>(args, weights, inputs, columns, active, queue)
+                      : Stream<kUp, false>(args, weights, inputs, columns, active, queue);
 }
 
 template <bool kUp>
@@ -164,10 +185,11 @@ Mxfp4View PackedWeights(const CudaExperts& experts) {
 }
 
 template <bool kUp>
-void StreamProduct(const CudaExperts& experts, const StreamArgs& args, int columns, int64_t active,
-                   cudaStream_t queue) {
+void StreamProduct(const CudaExperts& experts, const MoeBlock& block, const StreamArgs& args, const Mxfp4Inputs& inputs,
+                   int columns, int64_t active, cudaStream_t queue) {
   if (experts.form == ExpertForm::kMxfp4) {
-    return Stream<kUp>(args, PackedWeights<kUp>(experts), columns, active, queue);
+    const int64_t groups = active + block.pairs() / (8 * columns);
+    return Stream<kUp>(experts, args, PackedWeights<kUp>(experts), inputs, columns, groups, active, queue);
   }
   const DeviceMemory& data = kUp ? experts.w13 : experts.w2;
   Stream<kUp>(args, PlainStream{static_cast<const bf16*>(data.data())}, columns, active, queue);
@@ -183,27 +205,29 @@ void Streamed(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBl
   args.out = static_cast<int>(2 * experts.inner);
   args.x = AsMatrix<const bf16>(p.mxfp8_inputs ? RoundedRows<bf16>(block, scratch, queue) : block.x);
   args.y = static_cast<bf16*>(scratch.h);
-  StreamProduct<true>(experts, args, columns, active, queue);
+  StreamProduct<true>(experts, block, args, scratch.inputs, columns, active, queue);
   if (p.mxfp8_inputs) RoundInner<bf16>(experts, block, scratch, 0, experts.count, queue);
   args.in = static_cast<int>(experts.inner);
   args.out = static_cast<int>(experts.in);
   args.x = {static_cast<const bf16*>(scratch.h), experts.inner};
   args.y = static_cast<bf16*>(scratch.y);
-  StreamProduct<false>(experts, args, columns, active, queue);
+  StreamProduct<false>(experts, block, args, scratch.inputs, columns, active, queue);
 }
 
-// `rows`: [pairs, args.in], the inputs of the picks.
+// `rows`: [pairs, args.in], the inputs of the picks. `early`: see LaunchShape; the launch before wrote no weights.
 template <bool kUp>
 void LaunchTiles(const Device& device, const TileArgs& args, const bf16* weights, const void* rows, int64_t pairs,
-                 cudaStream_t queue) {
+                 bool early, cudaStream_t queue) {
   const int64_t experts = args.expert_end - args.expert_begin;
   // Every expert may have a tile that is not full.
   const int64_t tiles =
-      (CeilDiv(pairs, kMoeTilePicks) + std::min<int64_t>(experts, pairs)) * CeilDiv(args.out, kTileWeightRows);
+      (CeilDiv(pairs, kMoeTilePicks) + std::min<int64_t>(experts, pairs)) * CeilDiv(args.out, kTilePairRows);
   Launch(&MoeTileKernel<kUp>,
-         {.grid = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, device.multiprocessors))),
+         {.grid = dim3(static_cast<unsigned>(kTilePair * std::min<int64_t>(tiles, device.multiprocessors / kTilePair))),
           .block = dim3(kTileThreads),
-          .shared = sizeof(TileShared)},
+          .shared = sizeof(TileShared),
+          .cluster = kTilePair,
+          .early = early},
          queue, kUp ? "MoeUpTile" : "MoeDownTile", MatrixBoxes(weights, experts, args.out, args.in, kTileWeightRows),
          MatrixBoxes(rows, 1, pairs, args.in, kTileBoxPicks), args);
 }
@@ -215,7 +239,8 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
   const int64_t size13 = 2 * experts.inner * experts.in;
   Launch(p.mxfp8_inputs ? &MoePermuteKernel<true> : &MoePermuteKernel<false>,
          {.grid = dim3(static_cast<unsigned>(block.tokens)),
-          .block = dim3(static_cast<unsigned>(std::min<int64_t>(512, RoundUp(experts.in / 8, 32))))},
+          .block = dim3(static_cast<unsigned>(std::min<int64_t>(512, RoundUp(experts.in / 8, 32)))),
+          .early = true},
          queue, "MoePermute", AsMatrix<const bf16>(block.x), static_cast<const int*>(scratch.plan.pick_of), block.top_k,
          static_cast<int>(experts.in), static_cast<bf16*>(scratch.y));
   for (int first = 0; first < experts.count; first += group) {
@@ -237,7 +262,6 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
     }
     TileArgs args;
     args.plan = scratch.plan;
-    args.launch = 2 * (first / group);
     args.expert_begin = first;
     args.expert_end = last;
     args.activation = p.activation;
@@ -245,13 +269,12 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
     args.out = static_cast<int>(2 * experts.inner);
     args.y = static_cast<bf16*>(scratch.h);
     // The picks' rows of x lie where y will be.
-    LaunchTiles<true>(device, args, w13, scratch.y, block.pairs(), queue);
+    LaunchTiles<true>(device, args, w13, scratch.y, block.pairs(), !packed, queue);
     if (p.mxfp8_inputs) RoundInner<bf16>(experts, block, scratch, first, last, queue);
-    ++args.launch;
     args.in = static_cast<int>(experts.inner);
     args.out = static_cast<int>(experts.in);
     args.y = static_cast<bf16*>(scratch.y);
-    LaunchTiles<false>(device, args, w2, scratch.h, block.pairs(), queue);
+    LaunchTiles<false>(device, args, w2, scratch.h, block.pairs(), true, queue);
   }
 }
 
@@ -283,14 +306,16 @@ void Any(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& 
 }
 
 template <typename T, typename Out>
-void Combine(const MoeBlock& block, const MoeScratch& scratch, cudaStream_t queue) {
+void Combine(const MoeBlock& block, bool early, const MoeScratch& scratch, cudaStream_t queue) {
   constexpr int kWide = kPack<T> < kPack<Out> ? kPack<T> : kPack<Out>;
   const bool wide =
       block.out.cols % kWide == 0 && block.out.ld % kWide == 0 && Aligned(block.out.data, kWide * sizeof(Out));
   const int64_t packs = CeilDiv(block.out.cols, wide ? kWide : 1);
   LaunchShape shape;
-  shape.block = dim3(static_cast<unsigned>(std::min<int64_t>(256, RoundUp(packs, 32))));
+  // Few tokens are to be on all multiprocessors.
+  shape.block = dim3(static_cast<unsigned>(std::min<int64_t>(block.tokens <= 128 ? 64 : 256, RoundUp(packs, 32))));
   shape.grid = dim3(static_cast<unsigned>(block.tokens), static_cast<unsigned>(CeilDiv(packs, shape.block.x)));
+  shape.early = early;
   void (*kernel)(const int*, const float*, int, const T*, int, Matrix<Out>) =
       wide ? &MoeCombineKernel<T, Out, kWide> : &MoeCombineKernel<T, Out, 1>;
   Launch(kernel, shape, queue, "MoeCombine", static_cast<const int*>(scratch.plan.pick_of), block.weights, block.top_k,
@@ -326,9 +351,13 @@ void MoeExperts(const Device& device, const MoeExpertsParams& p, cudaStream_t qu
 
   const MoeScratch scratch(p.scratch, tokens, p.top_k, experts->count, in, experts->inner, SizeOf(device.act));
   if (TakesMoeVector(device, p, *experts)) return MoeVector(p, *experts, scratch.h, queue);
-  const int64_t step = BlockTokens(tokens, p.top_k);
-  const bool fast = device.act == DType::kBF16 && experts->interleave == 8 && in % 32 == 0 &&
+  const bool fast = experts->count > 0 && device.act == DType::kBF16 && experts->interleave == 8 && in % 32 == 0 &&
                     experts->inner % 32 == 0 && RowsAligned16(p.x);
+  int64_t step = BlockTokens(tokens, p.top_k);
+  if (fast && device.batch_invariant && experts->form == ExpertForm::kMxfp4) {
+    // As many pairs as the scratch has room for the inputs of.
+    step = std::min(step, std::max<int64_t>(1, kStreamPicks * experts->count / p.top_k));
+  }
   for (int64_t begin = 0; begin < tokens; begin += step) {
     MoeBlock block;
     block.tokens = std::min(step, tokens - begin);
@@ -338,21 +367,23 @@ void MoeExperts(const Device& device, const MoeExpertsParams& p, cudaStream_t qu
     block.ids = p.ids + begin * p.top_k;
     block.weights = p.weights + begin * p.top_k;
     const bool few = block.pairs() <= kStreamPicks * experts->count;
-    const bool streamed = experts->count > 0 && fast && (few || device.batch_invariant);
+    const bool streamed = fast && (few || device.batch_invariant);
     const int columns = streamed ? StreamColumns(*experts, block) : 0;
     Plan(*experts, block, columns, scratch, queue);
     if (streamed) {
       Streamed(p, *experts, block, columns, scratch, queue);
-    } else if (experts->count > 0 && fast) {
+    } else if (fast) {
       Tiled(device, p, *experts, block, scratch, queue);
     } else if (experts->count > 0) {
       device.act == DType::kBF16 ? Any<bf16>(p, *experts, block, scratch, queue)
                                  : Any<float>(p, *experts, block, scratch, queue);
     }
+    const bool early = experts->count > 0;  // the launch before is not the plan
     if (device.act == DType::kF32) {
-      Combine<float, float>(block, scratch, queue);
+      Combine<float, float>(block, early, scratch, queue);
     } else {
-      out == DType::kF32 ? Combine<bf16, float>(block, scratch, queue) : Combine<bf16, bf16>(block, scratch, queue);
+      out == DType::kF32 ? Combine<bf16, float>(block, early, scratch, queue)
+                         : Combine<bf16, bf16>(block, early, scratch, queue);
     }
   }
 }

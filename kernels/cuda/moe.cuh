@@ -23,6 +23,12 @@ struct alignas(16) MoeGroup {
   int begin, count;  // picks
 };
 
+// What the plan wrote two launches before, in a launch that may run beside the one between.
+__device__ __forceinline__ MoeGroup EarlyGroup(const MoeGroup* group) {
+  const int4 words = __ldcg(reinterpret_cast<const int4*>(group));
+  return {words.x, words.y, words.z};
+}
+
 struct MoePlan {
   int* expert_begin;  // [experts + 1] first pick of each local expert
   int* tile_begin;    // [experts + 1] first tile of each local expert
@@ -30,8 +36,6 @@ struct MoePlan {
   int* group_count;   // [1]
   int* pick_of;       // [tokens * top_k] pick of (token, j), -1 where the expert is not local
   int* token_of;      // [tokens * top_k] token of each pick
-  int* tiles_taken;   // [launches] tiles that blocks of a launch took after their first, zero at first
-  int launches;
 };
 
 struct PlanArgs {
@@ -83,7 +87,6 @@ __device__ __forceinline__ void LayOutPicks(const PlanArgs& args, int* shared, c
       place(e, pick_end - count);
     }
   }
-  for (int i = threadIdx.x; i < plan.launches; i += blockDim.x) plan.tiles_taken[i] = 0;
   if (threadIdx.x == 0) {
     plan.expert_begin[args.experts] = picks;
     plan.tile_begin[args.experts] = tiles;
@@ -108,6 +111,8 @@ __device__ __forceinline__ void PlacePicks(const PlanArgs& args, int begin, int 
 
 // The plan by one block. Shared memory: [experts] counters, 33 ints.
 __global__ void MoePlanKernel(PlanArgs args) {
+  GridDependencyWait();
+  GridDependencyRelease();
   int* counter = DynamicShared<int>();
   CountPicks(args, 0, args.pairs, counter);
   LayOutPicks(
@@ -152,6 +157,8 @@ __global__ void MoePlanPlaceKernel(PlanArgs args, const int* share) {  // shared
 template <typename T, typename Out, int N>
 __global__ void MoeCombineKernel(const int* __restrict__ pick_of, const float* __restrict__ weights, int top_k,
                                  const T* __restrict__ y, int cols, Matrix<Out> out) {
+  GridDependencyWait();
+  GridDependencyRelease();
   const int c = (blockIdx.y * blockDim.x + threadIdx.x) * N;
   if (c >= cols) return;
   const int64_t token = blockIdx.x;

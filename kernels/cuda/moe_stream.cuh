@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/cuda/moe.cuh"
 
 // Expert products for few picks an expert: the weights stream through once, from global memory straight into the A
@@ -32,6 +34,10 @@ struct PlainStream {
   __device__ __forceinline__ Piece Load(int64_t row, int in, int k) const {
     const bf16* from = data + row * in + k;
     return {LoadStreaming16(from), LoadStreaming16(from + 8 * static_cast<int64_t>(in))};
+  }
+  __device__ __forceinline__ Piece LoadIf(bool valid, int64_t row, int in, int k) const {
+    const bf16* from = data + row * in + k;
+    return {LoadStreaming16If(valid, from), LoadStreaming16If(valid, from + 8 * static_cast<int64_t>(in))};
   }
   // Fragment `i` (of kStep / 16) for the lane's inputs 4 i .. 4 i + 3.
   static __device__ __forceinline__ void Fragment(const Piece& piece, int i, uint32_t (&a)[4]) {
@@ -76,41 +82,80 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeStreamKernel(Strea
   const int first_row = blockIdx.x * 16 * kTiles;
   const int tiles = min(kTiles, (args.out - first_row) / 16);  // that exist
 
-  const int groups = *args.plan.group_count;
-  for (int number = blockIdx.y; number < groups; number += gridDim.y) {
-    const MoeGroup group = args.plan.groups[number];
+  if constexpr (kUp) GridDependencyWait();
+  GridDependencyRelease();                                     // the plan has ended
+  MoeGroup group = EarlyGroup(args.plan.groups + blockIdx.y);  // means nothing if there is no such group
+  const int groups = __ldcg(args.plan.group_count);
+  if (static_cast<int>(blockIdx.y) >= groups) return GridDependencyWait();
+  // Steps that are loaded ahead by blocks of few rows: all of the second product and half of the first at the widths of
+  // the 48B shape. The first weights need not wait for inputs, nor for the launch that makes them.
+  constexpr int kDepth = kTiles * kTokens == 1 ? 4 : 0;
+  constexpr int kStride = kStreamWarps * Weights::kStep;
+  for (int number = blockIdx.y;;) {
     const int64_t row = static_cast<int64_t>(group.expert) * args.out + first_row + g;
+    const int lane_k = Weights::kStep / 4 * t;
+    typename Weights::Piece ahead[std::max(kDepth, 1)];
+    if constexpr (kDepth > 0) {
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d) {
+        const int k = warp * Weights::kStep + d * kStride;
+        ahead[d] = weights.LoadIf(k < args.in, row, args.in, k + lane_k);
+      }
+    }
+    if constexpr (!kUp) GridDependencyWait();
     const bf16* x[kTokens];
 #pragma unroll
     for (int n = 0; n < kTokens; ++n) {
       const int pick = group.begin + min(8 * n + g, group.count - 1);
-      x[n] = args.x.Row(kUp ? args.plan.token_of[pick] : pick) + Weights::kStep / 4 * t;
+      x[n] = args.x.Row(kUp ? args.plan.token_of[pick] : pick) + lane_k;
     }
     float sum[kTiles][kTokens][4] = {};
-#pragma unroll(kTiles* kTokens <= 4 ? 2 : 1)
-    for (int k = warp * Weights::kStep; k < args.in; k += kStreamWarps * Weights::kStep) {
-      typename Weights::Piece piece[kTiles];
+    const auto multiply = [&](const typename Weights::Piece(&piece)[kTiles], const uint4(&inputs)[kTokens], int part) {
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        // Tiles that do not exist repeat the last.
-        piece[tile] = weights.Load(row + 16 * min(tile, tiles - 1), args.in, k + Weights::kStep / 4 * t);
-      }
+      for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int part = 0; part < Weights::kStep / 32; ++part) {
-        uint4 inputs[kTokens];
+        for (int tile = 0; tile < kTiles; ++tile) {
+          uint32_t a[4];
+          Weights::Fragment(piece[tile], 2 * part + i, a);
 #pragma unroll
-        for (int n = 0; n < kTokens; ++n) inputs[n] = *reinterpret_cast<const uint4*>(x[n] + k + 8 * part);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            uint32_t a[4];
-            Weights::Fragment(piece[tile], 2 * part + i, a);
-#pragma unroll
-            for (int n = 0; n < kTokens; ++n) {
-              MmaBf16(sum[tile][n], a, i == 0 ? inputs[n].x : inputs[n].z, i == 0 ? inputs[n].y : inputs[n].w);
-            }
+          for (int n = 0; n < kTokens; ++n) {
+            MmaBf16(sum[tile][n], a, i == 0 ? inputs[n].x : inputs[n].z, i == 0 ? inputs[n].y : inputs[n].w);
           }
+        }
+      }
+    };
+    if constexpr (kDepth > 0) {
+      static_assert(Weights::kStep == 32);
+      uint4 inputs[kDepth][1];
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d) {
+        inputs[d][0] = *reinterpret_cast<const uint4*>(x[0] + min(warp * Weights::kStep + d * kStride, args.in - 32));
+      }
+#pragma unroll 1
+      for (int first = warp * Weights::kStep; first < args.in; first += kDepth * kStride) {
+#pragma unroll
+        for (int d = 0; d < kDepth; ++d) {
+          const int k = first + d * kStride, next = k + kDepth * kStride;
+          if (k < args.in) multiply({ahead[d]}, inputs[d], 0);
+          ahead[d] = weights.LoadIf(next < args.in, row, args.in, next + lane_k);
+          inputs[d][0] = LoadStreaming16If(next < args.in, x[0] + next);
+        }
+      }
+    } else {
+#pragma unroll(kTiles* kTokens <= 4 ? 2 : 1)
+      for (int k = warp * Weights::kStep; k < args.in; k += kStride) {
+        typename Weights::Piece piece[kTiles];
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          // Tiles that do not exist repeat the last.
+          piece[tile] = weights.Load(row + 16 * min(tile, tiles - 1), args.in, k + lane_k);
+        }
+#pragma unroll
+        for (int part = 0; part < Weights::kStep / 32; ++part) {
+          uint4 inputs[kTokens];
+#pragma unroll
+          for (int n = 0; n < kTokens; ++n) inputs[n] = *reinterpret_cast<const uint4*>(x[n] + k + 8 * part);
+          multiply(piece, inputs, part);
         }
       }
     }
@@ -129,6 +174,9 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeStreamKernel(Strea
       if (tile >= tiles) continue;
       StoreStreamed<kUp>(args, total, group.begin, group.count, n, first_row + 16 * tile);
     }
+    number += gridDim.y;
+    if (number >= groups) break;
+    group = args.plan.groups[number];
     __syncthreads();
   }
 }

@@ -13,14 +13,19 @@
 // their number to within 16: a weight is read once for up to 320 picks, and little is multiplied for nothing. The copy
 // engine brings both; the picks' rows were laid side by side before.
 //
-// Resident blocks take tile after tile. Besides a tile's steps the ring of stages has one more turn a tile, in which
-// the stage is the space where results are turned from weight-major to pick-major; meanwhile the other stages fill for
-// the next tile.
+// Blocks work in pairs, clusters of two, on neighbouring rows of weights for the same picks, of which each brings every
+// other box to both: what comes from the second-level cache is a third less, and that is power, which limits the clock.
+//
+// Resident pairs take every so many-th tile. Besides a tile's steps the ring of stages has one more turn a tile, in
+// which the stage is the space where results are turned from weight-major to pick-major; meanwhile the other stages
+// fill for the next tile.
 namespace k3::cuda {
 
 constexpr int kTileMultiplyThreads = 256;
 constexpr int kTileThreads = kTileMultiplyThreads + 128;  // the first of the last four warps copies
 constexpr int kTileWeightRows = 128;
+constexpr int kTilePair = 2;  // blocks
+constexpr int kTilePairRows = kTilePair * kTileWeightRows;
 constexpr int kTileDepth = 64;
 constexpr int kTileStages = 4;
 constexpr int kTileBoxPicks = 32;  // of one copy
@@ -29,7 +34,7 @@ constexpr int kTileHalf = kMoeTilePicks / 2;
 struct MoeTile {
   int expert;
   int begin, count;  // picks; no picks: the end
-  int first_row;     // of the expert's weights
+  int first_row;     // of the expert's weights, for the calling block
 };
 
 struct TileStage {
@@ -40,13 +45,12 @@ struct TileStage {
 struct TileShared {
   TileStage stage[kTileStages];
   uint64_t full[kTileStages];   // the copying thread, and the copy engine
-  uint64_t empty[kTileStages];  // every multiplying warp
+  uint64_t empty[kTileStages];  // every multiplying warp of both blocks
   MoeTile tile[kTileStages];    // at the stage of its first step
 };
 
 struct TileArgs {
   MoePlan plan;
-  int launch;                    // its number
   int expert_begin, expert_end;  // local experts of this launch
   int in, out;                   // contraction and weight rows of this product; multiples of 32
   ActivationSpec activation;
@@ -56,27 +60,29 @@ struct TileArgs {
 // Tiles are numbered by expert, then weight rows, then picks, so that blocks that run together share weights and
 // picks.
 __device__ __forceinline__ bool FindTile(const TileArgs& args, int number, MoeTile& tile) {
-  const int* tile_begin = args.plan.tile_begin;
-  const int blocks = (args.out + kTileWeightRows - 1) / kTileWeightRows;
-  const int first = tile_begin[args.expert_begin];
-  if (number >= (tile_begin[args.expert_end] - first) * blocks) return false;
+  // The plan may have ended while this launch waited: past the first-level cache.
+  const auto tile_begin = [&](int e) { return __ldcg(args.plan.tile_begin + e); };
+  const auto pick_begin = [&](int e) { return __ldcg(args.plan.expert_begin + e); };
+  const int blocks = (args.out + kTilePairRows - 1) / kTilePairRows;
+  const int first = tile_begin(args.expert_begin);
+  if (number >= (tile_begin(args.expert_end) - first) * blocks) return false;
   int low = args.expert_begin, high = args.expert_end - 1;  // the last expert whose first tile is at most `number`
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if ((tile_begin[middle] - first) * blocks <= number) {
+    if ((tile_begin(middle) - first) * blocks <= number) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
-  const int tiles = tile_begin[low + 1] - tile_begin[low];
-  const int local = number - (tile_begin[low] - first) * blocks;
-  const int picks_begin = args.plan.expert_begin[low], picks_end = args.plan.expert_begin[low + 1];
+  const int tiles = tile_begin(low + 1) - tile_begin(low);
+  const int local = number - (tile_begin(low) - first) * blocks;
+  const int picks_begin = pick_begin(low), picks_end = pick_begin(low + 1);
   const int share = ((picks_end - picks_begin + tiles - 1) / tiles + 15) / 16 * 16;
   tile.expert = low;
   tile.begin = picks_begin + local % tiles * share;
   tile.count = min(share, picks_end - tile.begin);
-  tile.first_row = local / tiles * kTileWeightRows;
+  tile.first_row = local / tiles * kTilePairRows + static_cast<int>(ClusterRank()) * kTileWeightRows;
   return true;
 }
 
@@ -85,31 +91,40 @@ __device__ __forceinline__ void CopyTiles(TileShared& s, const CUtensorMap& weig
                                           const TileArgs& args) {
   const int steps = (args.in + kTileDepth - 1) / kTileDepth;
   int n = 0;  // turns of the ring so far
+  bool waited = false;
   const auto next = [&] {
     const int stage = n % kTileStages;
     BarrierWait(&s.empty[stage], (n / kTileStages & 1) ^ 1);
     ++n;
     return stage;
   };
+  const int rank = static_cast<int>(ClusterRank());
   MoeTile tile;
-  int number = blockIdx.x;
-  while (FindTile(args, number, tile)) {
-    const int taken = atomicAdd(&args.plan.tiles_taken[args.launch], 1);  // arrives while the tile is copied
+  for (int number = blockIdx.x / kTilePair; FindTile(args, number, tile); number += gridDim.x / kTilePair) {
     const int boxes = (tile.count + kTileBoxPicks - 1) / kTileBoxPicks;
-    for (int step = 0; step < steps; ++step) {
-      const int stage = next(), k = step * kTileDepth;
-      TileStage& to = s.stage[stage];
+    const auto copy_weights = [&](int step, int stage) {
       if (step == 0) s.tile[stage] = tile;
       BarrierArriveExpect(&s.full[stage], kTileWeightRows * 128 + boxes * kTileBoxPicks * 128);
-      CopyTensor3(to.w, &weights, k, tile.first_row, tile.expert - args.expert_begin, &s.full[stage]);
-      for (int box = 0; box < boxes; ++box) {
+      CopyTensor3(s.stage[stage].w, &weights, step * kTileDepth, tile.first_row, tile.expert - args.expert_begin,
+                  &s.full[stage]);
+    };
+    // Weights need not wait for the launch before.
+    const int ahead = waited ? 0 : min(steps, kTileStages);
+    for (int step = 0; step < ahead; ++step) copy_weights(step, step);
+    if (!waited) GridDependencyWait();
+    waited = true;
+    for (int step = 0; step < steps; ++step) {
+      const int stage = next();
+      if (step >= ahead) copy_weights(step, stage);
+      for (int box = rank; box < boxes; box += kTilePair) {
         const int pick = box * kTileBoxPicks;
-        CopyTensor3(to.x + pick * 128, &picks, k, tile.begin + pick, 0, &s.full[stage]);
+        CopyTensor3Multicast(s.stage[stage].x + pick * 128, &picks, step * kTileDepth, tile.begin + pick, 0,
+                             &s.full[stage], (1 << kTilePair) - 1);
       }
     }
     BarrierArrive(&s.full[next()]);  // the space for the results
-    number = gridDim.x + taken;
   }
+  if (!waited) GridDependencyWait();
   const int stage = next();
   s.tile[stage].count = 0;
   BarrierArrive(&s.full[stage]);
@@ -165,9 +180,9 @@ __device__ __forceinline__ void StoreTile(unsigned char* space, const TileArgs& 
   }
 }
 
-// One warp is done with a stage.
+// One warp is done with a stage; both blocks may fill it.
 __device__ __forceinline__ void ReleaseStage(TileShared& s, int stage) {
-  if (threadIdx.x % 32 == 0) BarrierArrive(&s.empty[stage]);
+  if (threadIdx.x % 32 < kTilePair) BarrierArriveAt(&s.empty[stage], threadIdx.x % 32);
 }
 
 // All steps of a tile of up to N * kHalves picks; the sums of the second half start at kTileHalf / 2.
@@ -266,20 +281,24 @@ __device__ __forceinline__ void MultiplyTiles(TileShared& s, const TileArgs& arg
 }
 
 // `weights`: of the launch's experts, [out, in] an expert, in boxes of kTileWeightRows; `picks`: [picks, in] in boxes
-// of kTileBoxPicks. Any grid of whole clusters.
+// of kTileBoxPicks. Clusters of kTilePair, any grid. What a launch reads but for `picks` was written before the launch
+// before.
 template <bool kUp>
 __global__ void __launch_bounds__(kTileThreads, 1)
     MoeTileKernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap picks,
                   TileArgs args) {
   TileShared& s = *DynamicShared<TileShared>();
+  GridDependencyRelease();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kTileStages; ++stage) {
       BarrierInit(&s.full[stage], 1);
-      BarrierInit(&s.empty[stage], kTileMultiplyThreads / 32);
+      BarrierInit(&s.empty[stage], kTilePair * kTileMultiplyThreads / 32);
     }
     BarrierInitFence();
   }
-  __syncthreads();
+  __syncwarp();
+  ClusterArrive();
+  ClusterWait();
   if (threadIdx.x >= kTileMultiplyThreads) {
     GiveRegisters<40>();
     if (threadIdx.x == kTileMultiplyThreads) CopyTiles(s, weights, picks, args);
@@ -287,11 +306,17 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     TakeRegisters<232>();
     MultiplyTiles<kUp>(s, args);
   }
+  // The other block may still arrive at barriers of this one.
+  __syncwarp();
+  ClusterArrive();
+  ClusterWait();
 }
 
 // to[pick of (token, j)] = x[token], with kMxfp8 rounded to MXFP8; grid (tokens), a thread takes 8 elements at a time.
 template <bool kMxfp8>
 __global__ void MoePermuteKernel(Matrix<const bf16> x, const int* __restrict__ pick_of, int top_k, int in, bf16* to) {
+  GridDependencyWait();
+  GridDependencyRelease();  // the plan has ended
   const int64_t token = blockIdx.x;
   for (int c = threadIdx.x; c < in / 8; c += blockDim.x) {
     uint4 piece = reinterpret_cast<const uint4*>(x.Row(token))[c];

@@ -20,13 +20,21 @@ __device__ __forceinline__ float Mxfp4Scale(uint32_t code) {
   return code == 255 ? __uint_as_float(0x7fc00000u) : __uint_as_float(code == 0 ? 0x00400000u : code << 23);
 }
 
-// The codes of a word where bf16 has its bits: read as bf16, their values times 2^-126, subnormals included.
+// The codes of a word as e4m3, their values times 2^-6, subnormals included: of row g and of row g + 8.
+__device__ __forceinline__ void Mxfp4Bytes(uint32_t word, uint32_t& low, uint32_t& high) {
+  low = word & kMxfp4Codes;
+  high = (word << 2 ^ word >> 2) & kMxfp4Codes;
+}
+
+// The codes of a word where bf16 has its bits, as an A fragment: read as bf16, their values times 2^-126.
 __device__ __forceinline__ void Mxfp4Spread(uint32_t word, uint32_t (&a)[4]) {
-  constexpr uint32_t kCodes = 0x81c081c0u;
-  a[0] = word & kCodes;
-  a[1] = (word << 3) & kCodes;
-  a[2] = (word << 6 ^ word << 1) & kCodes;
-  a[3] = (word >> 3 ^ word << 2) & kCodes;
+  uint32_t row[2];
+  Mxfp4Bytes(word, row[0], row[1]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pair = __byte_perm(row[i % 2], 0, i < 2 ? 0x1404 : 0x3424);  // in the upper bytes
+    a[i] = (pair & 0x80008000u) | (pair >> 4 & 0x01c001c0u);
+  }
 }
 
 // A scale's factor for that, as a pair; for codes up to 127. Others need two factors.

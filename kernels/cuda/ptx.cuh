@@ -261,6 +261,18 @@ __device__ __forceinline__ float2 UnpackF16(uint32_t pair) {
   return values;
 }
 
+// Two floats rounded to a pair of e4m3, `low` in the lower byte; beyond +-448 they become that.
+__device__ __forceinline__ uint32_t PackE4m3(float low, float high) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ float2 UnpackE4m3(uint32_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+  return UnpackF16(halves);
+}
+
 // 2^x to 2 ulp; results below 2^-126 become 0.
 __device__ __forceinline__ float Exp2(float x) {
   float y;
@@ -303,6 +315,25 @@ __device__ __forceinline__ uint4 LoadStreaming16(const void* global) {
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(global));
+  return v;
+}
+
+// The same, or zeros; no branch.
+__device__ __forceinline__ uint4 LoadStreaming16If(bool valid, const void* global) {
+  uint4 v;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return v;
+}
+__device__ __forceinline__ uint32_t Load4If(bool valid, const void* global) {
+  uint32_t v;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.u32 %0, [%1];\n}"
+               : "=&r"(v)
+               : "l"(global), "r"(static_cast<int>(valid)));
   return v;
 }
 
@@ -384,6 +415,27 @@ __device__ __forceinline__ void StoreAsync(float* to, float value, uint64_t* bar
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %1, [barrier];\n"
       "}" ::"r"(SharedAddress(to)),
       "r"(__float_as_uint(value)), "r"(SharedAddress(barrier)), "r"(rank)
+      : "memory");
+}
+// One arrival at block `rank`'s copy of a barrier. Says nothing about earlier writes: release at the scope of the
+// cluster costs the expert tiles, which only read, a quarter of their speed.
+__device__ __forceinline__ void BarrierArriveAt(uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(SharedAddress(barrier)),
+      "r"(rank)
+      : "memory");
+}
+// CopyTensor3 to the same place in each block of the cluster whose bit is set in `blocks`, completing on its barrier.
+__device__ __forceinline__ void CopyTensor3Multicast(void* shared, const void* map, int x, int y, int z,
+                                                     uint64_t* barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%2, %3, %4}], [%5], %6;" ::"r"(SharedAddress(shared)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(SharedAddress(barrier)), "h"(blocks)
       : "memory");
 }
 

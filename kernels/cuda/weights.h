@@ -29,11 +29,12 @@ enum class ExpertForm : uint8_t { kPlain, kMxfp4 };
 // in the order of mxfp4_layout.h, rows padded to a multiple of 64 inputs.
 struct CudaExperts final : ExpertWeights {
   ExpertForm form = ExpertForm::kPlain;
-  int32_t interleave = 8;  // rows of a group; 1 where inner is no multiple of 8
-  DeviceMemory w13;        // [count][2 * inner][in]
-  DeviceMemory w13_scale;  // kMxfp4
-  DeviceMemory w2;         // [count][in][inner]
-  DeviceMemory w2_scale;   // kMxfp4
+  int32_t interleave = 8;    // rows of a group; 1 where inner is no multiple of 8
+  DeviceMemory w13;          // [count][2 * inner][in]
+  DeviceMemory w13_scale;    // kMxfp4
+  DeviceMemory w2;           // [count][in][inner]
+  DeviceMemory w2_scale;     // kMxfp4
+  bool rare_scales = false;  // kMxfp4: see RepackMxfp4
   // kMxfp4: room for a few experts in bf16, shared by all layers of the Ops object and owned by it.
   void* expanded = nullptr;
   int32_t expanded_experts = 0;

@@ -20,8 +20,13 @@ class MoeTest : public OpTest {
     bool mxfp8_inputs = false;
   };
 
+  struct Scales {  // MXFP4 scale codes
+    uint8_t least, most;
+  };
+
+  // `first`: of the weights of both products of the input.
   static Layer MakeLayer(WeightKind kind, int32_t experts, int64_t in, int64_t inner, uint32_t seed,
-                         uint8_t least_scale = 121, uint8_t most_scale = 125) {
+                         Scales first = {121, 125}, Scales second = {121, 125}) {
     Random random(seed);
     Layer layer;
     layer.in = in;
@@ -30,7 +35,8 @@ class MoeTest : public OpTest {
     for (int32_t e = 0; e < experts; ++e) {
       HostExpert host;
       oracle::Expert plain;
-      const auto make = [&](int64_t rows, int64_t cols, HostTensor& w, HostTensor& scale, std::vector<float>& values) {
+      const auto make = [&](int64_t rows, int64_t cols, HostTensor& w, HostTensor& scale, std::vector<float>& values,
+                            Scales range) {
         if (kind == WeightKind::kBf16) {
           values = Round(random.Normal(rows * cols, 0.2f), DType::kBF16);
           layer.owned.push_back(MakeTensor(values, DType::kBF16, {rows, cols}));
@@ -38,7 +44,7 @@ class MoeTest : public OpTest {
           return;
         }
         const std::vector<uint8_t> packed = random.Bytes(rows * cols / 2, 0, 255);
-        const std::vector<uint8_t> scales = random.Bytes(rows * cols / 32, least_scale, most_scale);
+        const std::vector<uint8_t> scales = random.Bytes(rows * cols / 32, range.least, range.most);
         for (int64_t r = 0; r < rows; ++r) {
           for (int64_t c = 0; c < cols; ++c) {
             values.push_back(Mxfp4Value(packed.data() + r * cols / 2, scales.data() + r * cols / 32, c));
@@ -49,9 +55,9 @@ class MoeTest : public OpTest {
         layer.owned.push_back(MakeBytes(scales, {rows, cols / 32}));
         scale = layer.owned.back().tensor;
       };
-      make(inner, in, host.w1, host.w1_scale, plain.w1);
-      make(inner, in, host.w3, host.w3_scale, plain.w3);
-      make(in, inner, host.w2, host.w2_scale, plain.w2);
+      make(inner, in, host.w1, host.w1_scale, plain.w1, first);
+      make(inner, in, host.w3, host.w3_scale, plain.w3, first);
+      make(in, inner, host.w2, host.w2_scale, plain.w2, second);
       layer.plain.push_back(std::move(plain));
       layer.host.push_back(host);
     }
@@ -81,10 +87,10 @@ class MoeTest : public OpTest {
   }
 
   void Check(const Layer& layer, int32_t first, int32_t count, const std::vector<int32_t>& ids, int32_t top_k,
-             uint32_t seed, const std::string& what) {
+             uint32_t seed, const std::string& what, float deviation = 1) {
     Random random(seed);
     const int64_t tokens = static_cast<int64_t>(ids.size()) / top_k;
-    const std::vector<float> x = Round(random.Normal(tokens * layer.in), act());
+    const std::vector<float> x = Round(random.Normal(tokens * layer.in, deviation), act());
     const std::vector<float> weights = random.Uniform(tokens * top_k, 0, 1);
     const std::unique_ptr<ExpertWeights> experts =
         ops().MakeExperts(first, std::span(layer.host).subspan(static_cast<size_t>(first), static_cast<size_t>(count)));
@@ -167,9 +173,25 @@ TEST_P(MoeTest, WidthsThatAreNotMultiplesOf64) {
 
 // 127 is where one factor of bf16 no longer does for the scale of a weight.
 TEST_P(MoeTest, Mxfp4ScalesAroundOne) {
-  const Layer layer = MakeLayer(WeightKind::kMxfp4, 4, 64, 64, 28, 118, 131);
+  const Layer layer = MakeLayer(WeightKind::kMxfp4, 4, 64, 64, 28, {118, 131}, {118, 131});
   for (int64_t tokens : {9, 200}) {
     Check(layer, 0, 4, RandomIds(tokens, 4, 2, 29), 2, 30, std::to_string(tokens) + " tokens");
+  }
+}
+
+// Scales near both ends of what fp32 can hold, with inputs that make up for them.
+TEST_P(MoeTest, Mxfp4ScalesFarFromOne) {
+  struct Case {
+    Scales scales;
+    float deviation;
+  };
+  for (const auto& [scales, deviation] :
+       {Case{{0, 6}, 0x1p121f}, Case{{20, 30}, 0x1p100f}, Case{{225, 235}, 0x1p-104f}, Case{{244, 250}, 0x1p-119f}}) {
+    const Layer layer = MakeLayer(WeightKind::kMxfp4, 4, 96, 64, 36, scales);
+    for (int64_t tokens : {3, 9, 40, 200}) {
+      Check(layer, 0, 4, RandomIds(tokens, 4, 2, 37), 2, 38,
+            std::to_string(tokens) + " tokens, scale codes from " + std::to_string(scales.least), deviation);
+    }
   }
 }
 
