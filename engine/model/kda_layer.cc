@@ -52,6 +52,7 @@ void RunKdaLayer(const LayerContext& context, const KdaWeights& weights, int32_t
   kda.conv_state = context.cache.ConvState(kda_layer);
   kda.slot_stride = context.cache.slot_stride();
   kda.state_dtype = context.cache.geometry().state_dtype;
+  kda.slots_settled = true;  // queued last was a product
   kda.out = mixed;
   kda.scratch = ws.scratch;
   ops.Kda(kda, context.stream);

@@ -63,38 +63,62 @@ bool RowsAligned(const KdaParams& p, int64_t elements) {
 // Sequences of at most so many tokens take the fused step; without convolution and norm none does.
 int StepLimit(const KdaParams& p) { return p.conv_taps != nullptr ? kStepLimit : 0; }
 
-// The kernels for single tokens, by the number of states: up to one a multiprocessor KdaStepKernel is fastest, beyond
-// KdaWideKernel (measured between 32 and 12,288 states), which from kAheadStates times as many on asks for states
-// ahead, by one a multiprocessor.
-constexpr int kAheadStates = 20;
+// How single tokens of more states than multiprocessors are spread over the device, by the number of states a
+// multiprocessor (measured between 256 and 12,288 states). Up to kFewStates many blocks of few registers keep the
+// memory busiest; of four a multiprocessor they are handed out unevenly, though, so that no more are let in than are
+// needed.
+constexpr int kFewStates = 12;
+constexpr int kHeldQuads = 4;
+constexpr int kHeldBlocks = 4;
+constexpr int kWideBlocks = 2;
+
+template <typename T, typename StateT>
+void StepWide(const Device& device, const KdaParams& p, LaunchShape shape, cudaStream_t queue) {
+  const int units = device.multiprocessors;
+  const int64_t items = int64_t{p.batch->num_sequences} * p.heads;
+  const bool few = items <= int64_t{kFewStates} * units;
+  const bool one_wave = items <= int64_t{kWideBlocks} * units;
+  shape.block = dim3(kWideThreads);
+  if constexpr (sizeof(StateT) == sizeof(float)) {
+    if (few) {
+      shape.shared = sizeof(KdaWideShared<T, StateT, kHeldQuads>);
+      // Leaves no room for a third block; a block takes 1 KiB more than it asks for.
+      if (one_wave) shape.shared = std::max(shape.shared, device.shared_per_block / kWideBlocks - 1024);
+      const int early = p.slots_settled ? (one_wave ? kWideBlocks : kHeldBlocks) * units : 0;
+      return Launch(&KdaWideKernel<T, StateT, kHeldQuads, kHeldBlocks>, shape, queue, "KdaStep", p, *p.batch, early, 0,
+                    true);
+    }
+  }
+  shape.shared = sizeof(KdaWideShared<T, StateT, 0>);
+  Launch(&KdaWideKernel<T, StateT, 0, kWideBlocks>, shape, queue, "KdaStep", p, *p.batch,
+         p.slots_settled ? kWideBlocks * units : 0, few ? 0 : units, few);
+}
 
 template <typename T, typename StateT>
 void Step(const Device& device, const KdaParams& p, int max_tokens, cudaStream_t queue) {
   const SequenceBatch& batch = *p.batch;
   bool single = true;
   for (int s = 0; s < batch.num_sequences; ++s) {
-    single = single && batch.host_token_begin[s + 1] - batch.host_token_begin[s] <= 1;
+    single = single && batch.host_token_begin[s + 1] - batch.host_token_begin[s] == 1;
   }
   const bool aligned = RowsAligned(p, 4);
   const int64_t items = static_cast<int64_t>(batch.num_sequences) * p.heads;
   LaunchShape shape;
   shape.early = true;
   shape.grid = dim3(static_cast<unsigned>(p.heads), static_cast<unsigned>(batch.num_sequences));
+  if (single && aligned && !device.batch_invariant && items > device.multiprocessors) {
+    return StepWide<T, StateT>(device, p, shape, queue);
+  }
   shape.block = dim3(kStepThreads);
   shape.shared = sizeof(KdaStepShared<T, kStepChunk>);
   auto* kernel = &KdaStepKernel<T, StateT, kStepChunk, true>;
   if (!aligned) {
     kernel = &KdaStepKernel<T, StateT, kStepChunk, false>;
-  } else if (single && (device.batch_invariant || items <= device.multiprocessors)) {
+  } else if (single) {
     shape.shared = sizeof(KdaStepShared<T, 1>);
     kernel = &KdaStepKernel<T, StateT, 1, true>;
-  } else if (single) {
-    shape.block = dim3(kWideThreads);
-    shape.shared = sizeof(KdaWideShared<T>);
-    const int ahead = items > int64_t{kAheadStates} * device.multiprocessors ? device.multiprocessors : 0;
-    return Launch(&KdaWideKernel<T, StateT>, shape, queue, "KdaStep", p, batch, max_tokens, ahead);
   }
-  Launch(kernel, shape, queue, "KdaStep", p, batch, max_tokens);
+  Launch(kernel, shape, queue, "KdaStep", p, batch, max_tokens, p.slots_settled);
 }
 
 template <typename T, typename StateT>

@@ -96,6 +96,14 @@ __device__ __forceinline__ void StoreState(float* to, const float (&v)[4], uint6
 }
 __device__ __forceinline__ void StoreState(bf16* to, const float (&v)[4], uint64_t) { StoreFloats<4>(to, v); }
 
+// Starts the copy of four neighbouring elements of a state to shared memory.
+__device__ __forceinline__ void CopyState(float* shared, const float* from, uint64_t policy) {
+  CopyAsyncHinted16(shared, from, policy);
+}
+__device__ __forceinline__ void CopyState(bf16* shared, const bf16* from, uint64_t) {
+  CopyAsyncSmall<8>(shared, from, true);
+}
+
 // exp(x ln 2) - 1 for x <= 0 with a small relative error near 0.
 __device__ __forceinline__ float Exp2Minus1(float x) {
   const float g = x * 0.6931471805599453f;
@@ -188,25 +196,50 @@ __device__ __forceinline__ void StoreGatedNorm(const KdaParams& p, const float* 
 }
 
 // Sequences of more than max_tokens are left alone. kAligned: rows of q, k, v, the gates and the output start at
-// multiples of four elements.
+// multiples of four elements. settled: KdaParams::slots_settled, of use to single tokens.
 template <typename T, typename StateT, int kChunk, bool kAligned>
 __global__ void __launch_bounds__(kStepThreads, 2)
-    KdaStepKernel(const KdaParams p, const SequenceBatch batch, int max_tokens) {
+    KdaStepKernel(const KdaParams p, const SequenceBatch batch, int max_tokens, bool settled) {
   using Shared = KdaStepShared<T, kChunk>;
-  GridDependencyWait();
-  GridDependencyRelease();
+  if (kChunk > 1 || !settled) {
+    GridDependencyWait();
+    GridDependencyRelease();
+  }
   Shared& s = *DynamicShared<Shared>();
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int head = blockIdx.x, sequence = blockIdx.y;
   const int begin = batch.token_begin[sequence], tokens = batch.token_begin[sequence + 1] - begin;
   const int slot = batch.state_slot[sequence];
-  if (tokens < 1 || tokens > max_tokens) return;
+  if (tokens < 1 || tokens > max_tokens) {
+    GridDependencyWait();
+    return;
+  }
   const int64_t width = static_cast<int64_t>(p.heads) * kStepDim;
   // The state: lane (group, quarter) of a warp holds columns 16 warp + 4 quarter .. + 3 of rows 32 j + 4 group + e.
   const int group = lane / 4, column = 16 * warp + lane % 4 * 4;
   const int corner = (head * kStepDim + 4 * group) * kStepDim + column;
   const uint64_t policy = EvictFirstPolicy();
   float state[4 * kStepQuads][4];
+  const auto load_state = [&] {
+    if (slot >= 0) {
+      const StateT* from = reinterpret_cast<const StateT*>(KdaStateSlot(p, slot)) + corner;
+#pragma unroll
+      for (int i = 0; i < 4 * kStepQuads; ++i) {
+        LoadState(from + (i / 4 * 32 + i % 4) * kStepDim, policy, state[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4 * kStepQuads; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) state[i][e] = 0;
+      }
+    }
+  };
+  if (kChunk == 1 && settled) {
+    load_state();
+    GridDependencyWait();
+    GridDependencyRelease();
+  }
   int snapshot = batch.num_snapshots > 0 ? FirstSnapshot(batch, begin) : 0;
 
   for (int first = 0; first < tokens; first += kChunk) {
@@ -259,21 +292,7 @@ __global__ void __launch_bounds__(kStepThreads, 2)
         PrefetchL2(static_cast<const T*>(p.gate.data) + (begin + first + warp) * p.gate.ld + head * kStepDim +
                    4 * lane);
       }
-      if (first == 0) {
-        if (slot >= 0) {
-          const StateT* from = reinterpret_cast<const StateT*>(KdaStateSlot(p, slot)) + corner;
-#pragma unroll
-          for (int i = 0; i < 4 * kStepQuads; ++i) {
-            LoadState(from + (i / 4 * 32 + i % 4) * kStepDim, policy, state[i]);
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < 4 * kStepQuads; ++i) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) state[i][e] = 0;
-          }
-        }
-      }
+      if (first == 0 && (kChunk > 1 || !settled)) load_state();
       CopyAsyncWait<0>();
       const auto pair = [&](int i) { return *reinterpret_cast<const Pair<T>*>(raw + i * kRow); };
       if (part < 3) {

@@ -343,6 +343,11 @@ __device__ __forceinline__ uint64_t EvictFirstPolicy() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+__device__ __forceinline__ uint64_t EvictNormalPolicy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 __device__ __forceinline__ uint4 LoadHinted16(const void* global, uint64_t policy) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -350,6 +355,13 @@ __device__ __forceinline__ uint4 LoadHinted16(const void* global, uint64_t polic
                : "l"(global), "l"(policy)
                : "memory");
   return v;
+}
+// The address is kept from the compiler (13.0), which else may split it in a way that it encodes wrongly here.
+__device__ __forceinline__ void CopyAsyncHinted16(void* shared, const void* global, uint64_t policy) {
+  uint32_t to = SharedAddress(shared);
+  asm volatile("" : "+r"(to));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "l"(policy)
+               : "memory");
 }
 __device__ __forceinline__ void StoreHinted16(void* global, uint4 v, uint64_t policy) {
   asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(global), "r"(v.x), "r"(v.y),

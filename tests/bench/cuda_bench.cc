@@ -222,7 +222,8 @@ void Kda(Bench& bench, const std::string& name, int32_t heads, const std::vector
   // q, k, v, decay and output, and the output gate.
   const double bytes =
       state_bytes + static_cast<double>(total * width) * (core ? 5 : 6) * 2 + static_cast<double>(total * heads) * 2;
-  const int sets = Sets(bytes);
+  // Two at least, as the layer before in a model has other states.
+  const int sets = std::max(2, Sets(bytes));
   const int64_t state_part = width * 128 * 4, stride = state_part + 3 * 3 * width * 2;
   void* slots = arena.Matrix(1, sets * sequences * stride / 4, 0.05f, DType::kF32).data;
   const float* taps = arena.Vector(3 * width * 4, 0.5f);
@@ -258,6 +259,7 @@ void Kda(Bench& bench, const std::string& name, int32_t heads, const std::vector
     p.state = slots;
     p.conv_state = static_cast<char*>(slots) + state_part;
     p.slot_stride = stride;
+    p.slots_settled = true;
     p.out = arena.Matrix(total, width);
     p.scratch = scratch;
   }

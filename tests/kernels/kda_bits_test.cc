@@ -121,6 +121,49 @@ TEST_P(KdaBitsTest, PartsOfOneSequenceOfManyHeads) {
   }
 }
 
+// Steps over two sets of slots in turn, as layers follow each other, queued at once: a device may begin a step while
+// the one before still runs. Sequences change places, so that another multiprocessor works on a state each time.
+TEST_P(KdaBitsTest, OverlappingStepsChangeNoBit) {
+  const KdaShape shape{8, 128, 4};
+  struct Case {
+    int32_t sequences, tokens;
+  };
+  for (const auto& [sequences, tokens] : {Case{1, 1}, Case{ops().is_cpu() ? 3 : 56, 1}, Case{4, 5}}) {
+    const std::string what = std::to_string(sequences) + " sequences of " + std::to_string(tokens);
+    const oracle::KdaInput in = MakeInput(shape, sequences * tokens, 190);
+    const Weights weights = Upload(in);
+    const oracle::KdaState starts[] = {RandomState(shape, 191), RandomState(shape, 192), RandomState(shape, 193)};
+    std::vector<std::vector<float>> expected;
+    std::vector<uint8_t> expected_bytes;
+    for (bool settled : {false, true}) {
+      Pool pool(ops(), shape, DType::kF32, 2 * sequences);
+      for (int slot = 0; slot < 2 * sequences; ++slot) pool.Set(slot, starts[slot % 3]);
+      std::vector<std::unique_ptr<Call>> calls;
+      for (int step = 0; step < 10; ++step) {
+        std::vector<oracle::KdaInput> inputs;
+        std::vector<int32_t> slots;
+        for (int i = 0; i < sequences; ++i) {
+          inputs.push_back(Part(in, (i + step) % sequences * tokens, tokens));
+          slots.push_back(step % 2 * sequences + (i + 5 * step) % sequences);
+        }
+        calls.push_back(MakeCall(inputs, slots, weights, pool));
+        calls.back()->params.slots_settled = settled;
+      }
+      for (const auto& call : calls) ops().Kda(call->params, ops().stream());
+      for (size_t step = 0; step < calls.size(); ++step) {
+        if (!settled) {
+          expected.push_back(calls[step]->out.Get());
+        } else {
+          ExpectSameBits(calls[step]->out.Get(), expected[step], what + ", step " + std::to_string(step));
+        }
+      }
+      const std::vector<uint8_t> bytes = pool.bytes.Download();
+      if (!settled) expected_bytes = bytes;
+      EXPECT_TRUE(bytes == expected_bytes) << what;
+    }
+  }
+}
+
 // A device's chunks end at multiples of 64 of the absolute position, wherever a prompt was cut into steps there.
 TEST_P(KdaBitsTest, CutsAtMultiplesOf64DoNotChangeAnyBit) {
   if (!batch_invariant()) GTEST_SKIP() << "not a batch-invariant backend";

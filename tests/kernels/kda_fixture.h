@@ -52,16 +52,16 @@ class KdaTest : public OpTest {
     return {upload(in.conv_taps), upload(in.dt_bias), upload(in.a_log), upload(in.norm_weight)};
   }
 
-  // A pool of kSlots poisoned slots: recurrent part, then convolution part, then a gap.
+  // A pool of poisoned slots: recurrent part, then convolution part, then a gap.
   struct Pool {
-    Pool(Ops& ops, const KdaShape& s, DType dtype)
+    Pool(Ops& ops, const KdaShape& s, DType dtype, int slots = kSlots)
         : shape(s),
           state_dtype(dtype),
           conv_offset((s.state_elements() * static_cast<int64_t>(SizeOf(dtype)) + 255) / 256 * 256),
           stride((conv_offset + s.conv_elements() * static_cast<int64_t>(SizeOf(ops.activation_dtype())) + 511) / 256 *
                  256),
           act(ops.activation_dtype()),
-          bytes(ops, static_cast<size_t>(kSlots * stride)) {}
+          bytes(ops, static_cast<size_t>(slots * stride)) {}
 
     void Set(int slot, const oracle::KdaState& value) {
       const auto upload = [&](const oracle::Doubles& values, DType dtype, int64_t offset) {
@@ -116,39 +116,49 @@ class KdaTest : public OpTest {
     return part;
   }
 
-  // One step over several sequences. `inputs` share the weights. Returns the packed output.
-  std::vector<float> Step(const std::vector<oracle::KdaInput>& inputs, const std::vector<int32_t>& slots,
-                          const Weights& weights, Pool& pool, const std::vector<SnapshotSpec>& snapshots = {},
-                          const std::vector<int32_t>& contexts = {}, int64_t row_gap = 8) {
+  // One step over several sequences, ready to be launched.
+  struct Call {
+    DeviceBatch batch;
+    DeviceMatrix qkv, decay, beta, gate, out;
+    DeviceBytes scratch;
+    KdaParams params;
+  };
+  // `inputs` share the weights.
+  std::unique_ptr<Call> MakeCall(const std::vector<oracle::KdaInput>& inputs, const std::vector<int32_t>& slots,
+                                 const Weights& weights, Pool& pool, const std::vector<SnapshotSpec>& snapshots = {},
+                                 const std::vector<int32_t>& contexts = {}, int64_t row_gap = 8) {
     std::vector<SequenceSpec> sequences;
     std::vector<float> qkv, decay, beta, gate;
+    int64_t tokens = 0;
     for (size_t i = 0; i < inputs.size(); ++i) {
       const oracle::KdaInput& in = inputs[i];
       sequences.push_back({static_cast<int32_t>(in.tokens), contexts.empty() ? 0 : contexts[i], slots[i], {}});
+      tokens += in.tokens;
       qkv.insert(qkv.end(), in.qkv.begin(), in.qkv.end());
       decay.insert(decay.end(), in.decay.begin(), in.decay.end());
       beta.insert(beta.end(), in.beta.begin(), in.beta.end());
       gate.insert(gate.end(), in.gate.begin(), in.gate.end());
     }
     const KdaShape& shape = pool.shape;
-    const DeviceBatch batch(ops(), sequences, snapshots);
-    const int64_t tokens = batch.tokens();
-    const DeviceMatrix device_qkv(ops(), act(), tokens, 3 * shape.width(), qkv, row_gap);
-    const DeviceMatrix device_decay(ops(), act(), tokens, shape.width(), decay, row_gap);
-    const DeviceMatrix device_beta(ops(), act(), tokens, shape.heads, beta, row_gap);
-    const DeviceMatrix device_gate(ops(), act(), tokens, shape.width(), gate, row_gap);
-    const DeviceMatrix out(ops(), act(), tokens, shape.width(), row_gap);
-    const DeviceBytes scratch(ops(), ops().KdaScratchBytes(tokens, static_cast<int64_t>(inputs.size()), shape.heads,
-                                                           shape.head_dim, shape.conv_width));
-    KdaParams params;
-    params.batch = batch.get();
+    std::unique_ptr<Call> call(
+        new Call{DeviceBatch(ops(), sequences, snapshots),
+                 DeviceMatrix(ops(), act(), tokens, 3 * shape.width(), qkv, row_gap),
+                 DeviceMatrix(ops(), act(), tokens, shape.width(), decay, row_gap),
+                 DeviceMatrix(ops(), act(), tokens, shape.heads, beta, row_gap),
+                 DeviceMatrix(ops(), act(), tokens, shape.width(), gate, row_gap),
+                 DeviceMatrix(ops(), act(), tokens, shape.width(), row_gap),
+                 DeviceBytes(ops(), ops().KdaScratchBytes(tokens, static_cast<int64_t>(inputs.size()), shape.heads,
+                                                          shape.head_dim, shape.conv_width)),
+                 {}});
+    KdaParams& params = call->params;
+    params.batch = call->batch.get();
     params.heads = shape.heads;
     params.head_dim = shape.head_dim;
     params.conv_width = shape.conv_width;
-    params.qkv = device_qkv;
-    params.decay = device_decay;
-    params.beta = device_beta;
-    params.gate = device_gate;
+    params.qkv = call->qkv;
+    params.decay = call->decay;
+    params.beta = call->beta;
+    params.gate = call->gate;
     const bool whole = !inputs[0].conv_taps.empty();
     params.conv_taps = whole ? weights.taps.data() : nullptr;
     params.dt_bias = weights.dt_bias.data();
@@ -161,10 +171,19 @@ class KdaTest : public OpTest {
     params.conv_state = static_cast<char*>(pool.bytes.data()) + pool.conv_offset;
     params.slot_stride = pool.stride;
     params.state_dtype = pool.state_dtype;
-    params.out = out;
-    params.scratch = scratch.data();
-    ops().Kda(params, ops().stream());
-    return out.Get();
+    params.out = call->out;
+    params.scratch = call->scratch.data();
+    return call;
+  }
+
+  // One step over several sequences, every other one with settled slots. Returns the packed output.
+  std::vector<float> Step(const std::vector<oracle::KdaInput>& inputs, const std::vector<int32_t>& slots,
+                          const Weights& weights, Pool& pool, const std::vector<SnapshotSpec>& snapshots = {},
+                          const std::vector<int32_t>& contexts = {}, int64_t row_gap = 8) {
+    const auto call = MakeCall(inputs, slots, weights, pool, snapshots, contexts, row_gap);
+    call->params.slots_settled = steps_++ % 2 == 0;
+    ops().Kda(call->params, ops().stream());
+    return call->out.Get();
   }
 
   // One sequence from a state, against the oracle.
@@ -180,6 +199,9 @@ class KdaTest : public OpTest {
     ExpectSameBits(pool.Conv(2), std::vector<float>(state.conv.begin(), state.conv.end()),
                    what + ": convolution state");
   }
+
+ private:
+  int steps_ = 0;
 };
 
 }  // namespace k3::testing
