@@ -202,8 +202,8 @@ struct KdaParams {
   void* conv_state = nullptr;
   int64_t slot_stride = 0;  // bytes
   DType state_dtype = DType::kF32;
-  // Whether what was queued right before this op writes neither to this batch's slots nor to the batch's arrays, so that
-  // a device may read them while it still runs. Everything queued earlier is done by then.
+  // Whether what was queued right before this op writes neither to this batch's slots nor to the batch's arrays, so
+  // that a device may read them while it still runs. Everything queued earlier is done by then.
   bool slots_settled = false;
   MatrixView out;           // [T, H*d] act
   void* scratch = nullptr;  // Ops::KdaScratchBytes
