@@ -2,7 +2,6 @@
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/math.cuh"
-#include "kernels/cuda/ptx.cuh"
 
 // Products of a handful of rows, bound by the weights' way from memory. A warp owns an output column and has
 // kSteps * 256 of its weights on their way at once. c[r][n] does not depend on the number of rows.
@@ -30,7 +29,6 @@ struct VectorProducts {
 template <int kRows, int kSteps, bool kWhole, typename Out>
 __global__ void __launch_bounds__(kVectorThreads)
     VectorGemmKernel(const __grid_constant__ VectorProducts<Out> products, int m, int n, int k) {
-  GridDependencyRelease();  // for kernels that fetch what they do not wait for
   const VectorProduct<Out>& args = products.product[blockIdx.y];
   const int lane = threadIdx.x % 32;
   const int column = blockIdx.x * kVectorWarps + threadIdx.x / 32;
