@@ -81,7 +81,6 @@ struct KdaTeamWarp {
 #pragma unroll
       for (int i = thread; i < kPieces; i += kTeamThreads) {
         const int piece = i % 16, row = i / 16 % (kTileTaps - 1), part = i / 16 / (kTileTaps - 1);
-        if (i >= kPieces) break;
         const bf16* source = inputs.Row(row_in_sequence - (kTileTaps - 1) + row);
         const bool exists = source != nullptr;
         source = exists ? source + part * width + home + 8 * piece : inputs.step;

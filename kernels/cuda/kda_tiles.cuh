@@ -59,7 +59,7 @@ struct KdaOrder {
 struct KdaBorder {
   float in[kTileDim * kTileDim];                // state before the segment, [K, V]: of the second segment only
   float zero[kTileDim * kTileDim];              // state after it from zero
-  float transition[kTileDim * kTileDim];        // P [K, K]: state after it = P in + zero
+  float transition[kTileDim * kTileDim];        // P [K, K] rounded to tf32: state after it = P in + zero
   unsigned char half[kTileDim * kTileDim * 2];  // `in` as KdaCorrectKernel takes it
   alignas(256) uint32_t ready;                  // blocks that have written their part of `half`
 };
@@ -98,7 +98,7 @@ struct KdaTile {
   int begin, end;
 };
 struct KdaTiles {
-  int origin;       // row of the sequence's last multiple of 64 tokens before the step, maybe negative
+  int origin;       // row of the last multiple of 16 positions up to the step's first token, maybe negative
   int first, last;  // rows of the segment
   bool irregular;   // a snapshot is taken within a tile
 
