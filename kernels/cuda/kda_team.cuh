@@ -28,7 +28,7 @@ struct KdaTeamWarp {
   KdaTeam& s;
   const KdaSplit& split;
   bool transition, aligned;
-  int head, team, half, lane, thread;  // thread of the team
+  int team, half, lane, thread;  // thread of the team
   int64_t width, home;
   const bf16 *query, *decay;  // the thread's piece and row in a tile at row 0
   float rate;                 // -e^A_log
@@ -357,7 +357,6 @@ __device__ __forceinline__ void KdaPrepareTiles(const KdaParams& p, const Sequen
                                                 split,
                                                 transition,
                                                 aligned,
-                                                head,
                                                 team,
                                                 warp % 2,
                                                 static_cast<int>(threadIdx.x % 32),

@@ -142,21 +142,8 @@ __device__ __forceinline__ void TakeRegisters() {
 
 // --- matrix fragments ---
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned).
-__device__ __forceinline__ void LoadMatrix4(uint32_t (&fragment)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-               : "r"(SharedAddress(row))
-               : "memory");
-}
-__device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&fragment)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-               : "r"(SharedAddress(row))
-               : "memory");
-}
-
-// The same at kOffset bytes behind a shared address.
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned), as a
+// pointer or as a shared address to which kOffset bytes are added.
 template <int kOffset>
 __device__ __forceinline__ void LoadMatrix4(uint32_t (&fragment)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4 + %5];"
@@ -171,19 +158,22 @@ __device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&fragment)[4], u
                : "r"(row), "n"(kOffset)
                : "memory");
 }
-
-// The other way: matrix m of `fragment`, transposed, to the rows at which lanes 8 m .. 8 m + 7 point.
-__device__ __forceinline__ void StoreMatrix4Transposed(void* row, const uint32_t (&fragment)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(row)),
-               "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
-               : "memory");
+__device__ __forceinline__ void LoadMatrix4(uint32_t (&fragment)[4], const void* row) {
+  LoadMatrix4<0>(fragment, SharedAddress(row));
+}
+__device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&fragment)[4], const void* row) {
+  LoadMatrix4Transposed<0>(fragment, SharedAddress(row));
 }
 
+// The other way: matrix m of `fragment`, transposed, to the rows at which lanes 8 m .. 8 m + 7 point.
 template <int kOffset>
 __device__ __forceinline__ void StoreMatrix4Transposed(uint32_t row, const uint32_t (&fragment)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0 + %5], {%1, %2, %3, %4};" ::"r"(row),
                "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "n"(kOffset)
                : "memory");
+}
+__device__ __forceinline__ void StoreMatrix4Transposed(void* row, const uint32_t (&fragment)[4]) {
+  StoreMatrix4Transposed<0>(SharedAddress(row), fragment);
 }
 
 // sum[16x8] += a[16x16] b[16x8]. With g = lane / 4 and t = lane % 4:
