@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes the table of `serve`'s flags into README.md, from what the program itself says, between the two marker lines.
 With --check it changes nothing and fails when the table is stale, or when the program links a library whose package has
-no row in the table of licences. So do libraries that are linked statically, where the program holds their symbols.
+no row in the table of licences. So do libraries that are linked statically, where the program holds their symbols. It
+fails, too, when a README says that a test is in a file which does not have it.
 
   scripts/readme_tables.py [--check] [--binary build/k3serve]
 """
@@ -75,6 +76,23 @@ def unlisted_libraries(binary, text):
     return missing
 
 
+def misplaced_tests():
+    """What READMEs say of tests, as `file` Name, OtherName, and the file does not have."""
+    sources = {}
+    for path in (ROOT / "tests").rglob("*_test.*"):
+        sources.setdefault(path.name, []).append(path.read_text())
+    wrong = []
+    for readme in [path for below in ("", "*/", "*/*/") for path in ROOT.glob(f"{below}README.md")]:
+        text, folder = readme.read_text(), readme.relative_to(ROOT).parent
+        for file, names in re.findall(r"`(?:[\w/]+/)?(\w+_test\.(?:cc|py))`((?:,? \w+)*)", text):
+            if file not in sources:
+                wrong.append(f"{folder}: {file}")
+            for name in re.findall(r"\b(?:[A-Z]\w*[a-z][A-Z]\w*|test_\w+)\b", names):
+                if not any(re.search(rf"(?:, {name}\)|def {name}\()", source) for source in sources.get(file, [])):
+                    wrong.append(f"{folder}: {file} {name}")
+    return wrong
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--binary", default=str(ROOT / "build" / "k3serve"))
@@ -89,6 +107,9 @@ def main():
     missing = unlisted_libraries(args.binary, text)
     if missing:
         sys.exit(f"readme_tables: linked, but not in README's table of licences: {', '.join(sorted(missing))}")
+    wrong = misplaced_tests()
+    if wrong:
+        sys.exit(f"readme_tables: named in a README, but not there: {', '.join(wrong)}")
     fresh = f"{before}{BEGIN}\n\n{table(args.binary)}\n{END}{after}"
     if fresh == text:
         return

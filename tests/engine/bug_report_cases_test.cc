@@ -10,17 +10,14 @@
 namespace k3 {
 namespace {
 
+using testing::Endless;
 using testing::ExpectedChoice;
 using testing::Greedy;
 using testing::HashState;
+using testing::Join;
 using testing::RandomPrompt;
 using testing::SchedulerHarness;
 using Handle = SchedulerHarness::Handle;
-
-std::vector<int32_t> Join(std::vector<int32_t> a, const std::vector<int32_t>& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
-}
 
 // C, S, P of the cases in the harness's own words.
 EngineConfig Config(int32_t chunk, int32_t interval, int32_t page, int32_t budget = 256) {
@@ -60,8 +57,7 @@ TEST(BugReportCases, B02PreemptedRequestsRecomputeFromAMatchingState) {
   for (bool caching : {true, false}) {
     config.enable_prefix_caching = caching;
     SchedulerHarness harness(config);
-    SamplingParams sampling = Greedy(200);
-    sampling.ignore_eos = true;
+    SamplingParams sampling = Endless(200);
     const Handle a = harness.Submit(RandomPrompt(200, 1), sampling);
     const Handle b = harness.Submit(RandomPrompt(200, 2), sampling);
     harness.Run();
@@ -78,8 +74,7 @@ TEST(BugReportCases, B02PreemptedTwice) {
   config.max_model_len = 512;
   config.latent_pages = 20;  // 320 tokens; three answers together want 600
   SchedulerHarness harness(config);
-  SamplingParams sampling = Greedy(170);
-  sampling.ignore_eos = true;
+  SamplingParams sampling = Endless(170);
   std::vector<Handle> handles;
   handles.push_back(harness.Submit(RandomPrompt(30, 10), sampling));
   sampling.max_new_tokens = 100;
@@ -95,8 +90,7 @@ TEST(BugReportCases, B02PreemptedInTheMiddleOfPrefill) {
   EngineConfig config = Config(8, 64, 2, 32);
   config.latent_pages = 44;
   SchedulerHarness harness(config);
-  SamplingParams sampling = Greedy(50);
-  sampling.ignore_eos = true;
+  SamplingParams sampling = Endless(50);
   const Handle a = harness.Submit(RandomPrompt(20, 1), sampling);
   while (a.sink->tokens().empty()) ASSERT_TRUE(harness.Step());
   // Fits when it is admitted, but while its eight chunks are computed the older one takes four pages more.
@@ -206,8 +200,7 @@ TEST(BugReportCases, B09NonFiniteRowEndsOnlyItsOwnRequest) {
   EngineConfig config = Config(64, 64, 16);
   config.state_slots = 4;
   SchedulerHarness harness(config);
-  SamplingParams sampling = Greedy(40);
-  sampling.ignore_eos = true;
+  SamplingParams sampling = Endless(40);
   const std::vector<int32_t> poisoned_prompt = RandomPrompt(100, 1);
   const Handle a = harness.Submit(poisoned_prompt, sampling);
   const Handle b = harness.Submit(RandomPrompt(90, 2), sampling);
@@ -288,8 +281,7 @@ TEST(BugReportCases, B12ImpossibleRequestsAreRefusedAtOnce) {
   EXPECT_NE(status.message().find("5000"), absl::string_view::npos);
   EXPECT_NE(status.message().find("4096"), absl::string_view::npos);
 
-  SamplingParams endless = Greedy(500);
-  endless.ignore_eos = true;
+  SamplingParams endless = Endless(500);
   const Handle large = harness.Submit(RandomPrompt(4000, 2), endless);
   const Handle small = harness.Submit(RandomPrompt(20, 3), 5);
   harness.Run();
@@ -313,8 +305,7 @@ TEST(BugReportCases, B13AHugePromptStopsNobody) {
     harness.ExpectAlone(huge);
   }
   SchedulerHarness harness(config);
-  SamplingParams streaming = Greedy(400);
-  streaming.ignore_eos = true;
+  SamplingParams streaming = Endless(400);
   const Handle stream = harness.Submit(RandomPrompt(10, 1), streaming);
   harness.Step();
   const Handle huge = harness.Submit(RandomPrompt(6400, 2), 1);
@@ -397,8 +388,7 @@ TEST(BugReportCases, B15EveryAdmittedRequestCounts) {
   config.max_num_seqs = 1;
   for (bool cancel_second : {false, true}) {
     SchedulerHarness harness(config);
-    SamplingParams sampling = Greedy(10);
-    sampling.ignore_eos = true;
+    SamplingParams sampling = Endless(10);
     const Handle a = harness.Submit(RandomPrompt(256, 1), sampling);
     const Handle b = harness.Submit(RandomPrompt(256, 2), sampling);
     const Handle c = harness.Submit(RandomPrompt(5, 3), sampling);
@@ -444,8 +434,7 @@ TEST(BugReportCases, B17TopKBeyondTheVocabularyIsOff) {
   const int32_t vocab = harness.config.vocab_size;
   const std::vector<int32_t> prompt = RandomPrompt(20, 1);
   std::vector<Handle> handles;
-  SamplingParams sampling = Greedy(12);
-  sampling.ignore_eos = true;
+  SamplingParams sampling = Endless(12);
   sampling.seed = 7;
   for (bool together : {false, true}) {
     for (int32_t top_k : {-1, 0, 1, vocab - 1, vocab, vocab + 1, INT32_MAX}) {
@@ -531,8 +520,7 @@ TEST(BugReportCases, B21PresenceAndFrequencyLookAtGeneratedTokensOnly) {
   SchedulerHarness harness(Config(64, 64, 16));
   constexpr int32_t kX = 11;
   const std::vector<int32_t> prompt(20, kX);
-  SamplingParams sampling = Greedy(4);
-  sampling.ignore_eos = true;
+  SamplingParams sampling = Endless(4);
   sampling.presence_penalty = 2;
   sampling.frequency_penalty = 2;
   sampling.allowed_ids = {kX};  // forces X

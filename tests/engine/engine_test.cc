@@ -15,6 +15,7 @@ namespace k3 {
 namespace {
 
 using testing::DelayedRunner;
+using testing::Endless;
 using testing::ExpectedTokens;
 using testing::Greedy;
 using testing::HashModel;
@@ -30,12 +31,6 @@ std::unique_ptr<Request> MakeRequest(std::vector<int32_t> prompt, const Sampling
   request->sampling = sampling;
   request->sink = std::move(sink);
   return request;
-}
-
-SamplingParams Endless(int32_t tokens) {
-  SamplingParams sampling = Greedy(tokens);
-  sampling.ignore_eos = true;
-  return sampling;
 }
 
 // With and without a runner that works on one step while the next is planned.

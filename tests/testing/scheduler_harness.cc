@@ -213,11 +213,22 @@ SamplingParams Greedy(int32_t max_new_tokens) {
   return sampling;
 }
 
+SamplingParams Endless(int32_t max_new_tokens) {
+  SamplingParams sampling = Greedy(max_new_tokens);
+  sampling.ignore_eos = true;
+  return sampling;
+}
+
 std::vector<int32_t> RandomPrompt(size_t length, uint64_t seed, int32_t vocab) {
   std::mt19937_64 random(seed);
   std::vector<int32_t> prompt(length);
   for (int32_t& token : prompt) token = static_cast<int32_t>(random() % static_cast<uint64_t>(vocab));
   return prompt;
+}
+
+std::vector<int32_t> Join(std::vector<int32_t> a, const std::vector<int32_t>& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
 }
 
 }  // namespace k3::testing

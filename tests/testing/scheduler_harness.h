@@ -77,7 +77,10 @@ class SchedulerHarness {
 };
 
 SamplingParams Greedy(int32_t max_new_tokens);
+// Greedy, and past the end of the text.
+SamplingParams Endless(int32_t max_new_tokens);
 // Tokens below `vocab`, a function of `seed` only.
 std::vector<int32_t> RandomPrompt(size_t length, uint64_t seed, int32_t vocab = SchedulerHarness::kVocab - 1);
+std::vector<int32_t> Join(std::vector<int32_t> a, const std::vector<int32_t>& b);
 
 }  // namespace k3::testing
