@@ -117,39 +117,31 @@ std::optional<double> FieldReader::Number(std::string_view key, double low, doub
 }
 
 std::optional<int64_t> FieldReader::Integer(std::string_view key, int64_t low, int64_t high) {
-  const JsonValue* value = Get(key);
-  if (value == nullptr) return std::nullopt;
-  if (!value->is_number()) {
-    Fail(key, absl::StrCat("expected an integer, not ", std::string(KindName(*value))));
-    return std::nullopt;
-  }
   int overflow = 0;
-  const std::optional<int64_t> number = WholeNumber(*value, &overflow);
+  const JsonValue* value = nullptr;
+  const std::optional<int64_t> number = WholeValue(key, &value, &overflow);
   if (number && *number >= low && *number <= high) return number;
-  if (number || overflow != 0) {
-    Fail(key, absl::StrCat("must be from ", low, " to ", high, ", not ", Described(*value)));
-  } else {
-    Fail(key, absl::StrCat("expected an integer, not ", Described(*value)));
-  }
+  if (number || overflow != 0) Fail(key, absl::StrCat("must be from ", low, " to ", high, ", not ", Described(*value)));
   return std::nullopt;
 }
 
 std::optional<int64_t> FieldReader::CappedInteger(std::string_view key, int64_t low, int64_t cap) {
-  const JsonValue* value = Get(key);
-  if (value == nullptr) return std::nullopt;
-  if (!value->is_number()) {
-    Fail(key, absl::StrCat("expected an integer, not ", std::string(KindName(*value))));
-    return std::nullopt;
-  }
   int overflow = 0;
-  const std::optional<int64_t> number = WholeNumber(*value, &overflow);
+  const JsonValue* value = nullptr;
+  const std::optional<int64_t> number = WholeValue(key, &value, &overflow);
   if (overflow > 0 || (number && *number > cap)) return cap;
   if (number && *number >= low) return number;
-  if (number || overflow < 0) {
-    Fail(key, absl::StrCat("must be at least ", low, ", not ", Described(*value)));
-  } else {
-    Fail(key, absl::StrCat("expected an integer, not ", Described(*value)));
-  }
+  if (number || overflow < 0) Fail(key, absl::StrCat("must be at least ", low, ", not ", Described(*value)));
+  return std::nullopt;
+}
+
+std::optional<int64_t> FieldReader::WholeValue(std::string_view key, const JsonValue** value, int* overflow) {
+  *value = Get(key);
+  if (*value == nullptr) return std::nullopt;
+  const std::optional<int64_t> number = WholeNumber(**value, overflow);
+  if (number || *overflow != 0) return number;
+  Fail(key, absl::StrCat("expected an integer, not ",
+                         (*value)->is_number() ? Described(**value) : std::string(KindName(**value))));
   return std::nullopt;
 }
 

@@ -43,6 +43,9 @@ class FieldReader {
   const absl::Status& status() const { return status_; }
 
  private:
+  // The member if it is a whole number, also when only its `overflow` is known; anything else but null is an error.
+  std::optional<int64_t> WholeValue(std::string_view key, const JsonValue** value, int* overflow);
+
   std::string path_;
   // Built once for wide objects, so that a hostile one costs no scan per name.
   absl::flat_hash_map<std::string_view, const JsonValue*> members_;

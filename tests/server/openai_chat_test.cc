@@ -10,11 +10,11 @@ namespace {
 
 using testing::ChatBody;
 using testing::Json;
+using testing::kChat;
 using testing::OpenAiReply;
 using testing::OpenAiServer;
 using testing::OpenAiStream;
 
-constexpr char kChat[] = "/v1/chat/completions";
 constexpr char kAnswer[] = "Think about it.⟨/think⟩⟨response⟩The answer is 42.⟨/response⟩⟨/message⟩";
 
 class OpenAiChatTest : public ::testing::Test {

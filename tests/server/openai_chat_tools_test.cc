@@ -11,11 +11,11 @@ namespace {
 
 using testing::ChatBody;
 using testing::Json;
+using testing::kChat;
 using testing::OpenAiReply;
 using testing::OpenAiServer;
 using testing::OpenAiStream;
 
-constexpr char kChat[] = "/v1/chat/completions";
 constexpr char kToolAnswer[] =
     "plan⟨/think⟩⟨tools⟩⟨call tool=\"get_weather\" index=\"1\"⟩⟨argument key=\"city\" type=\"string\"⟩Oslo⟨/argument⟩"
     "⟨argument key=\"days\" type=\"number\"⟩3⟨/argument⟩⟨/call⟩⟨call tool=\"now\" "

@@ -11,11 +11,10 @@ namespace k3 {
 namespace {
 
 using testing::Json;
+using testing::kCompletions;
 using testing::OpenAiReply;
 using testing::OpenAiServer;
 using testing::OpenAiStream;
-
-constexpr char kCompletions[] = "/v1/completions";
 
 class OpenAiCompletionsTest : public ::testing::Test {
  protected:

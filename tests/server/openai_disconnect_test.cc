@@ -18,10 +18,9 @@ using namespace std::chrono_literals;
 using testing::ChatBody;
 using testing::HttpClient;
 using testing::Json;
+using testing::kChat;
 using testing::kSlowdown;
 using testing::OpenAiServer;
-
-constexpr char kChat[] = "/v1/chat/completions";
 
 // B26
 TEST(OpenAiDisconnectTest, ClosedStreamsFreeEverything) {

@@ -13,6 +13,8 @@ namespace {
 
 using testing::ChatBody;
 using testing::Json;
+using testing::kChat;
+using testing::kCompletions;
 using testing::OpenAiReply;
 using testing::OpenAiServer;
 

@@ -13,6 +13,7 @@ namespace {
 
 using testing::ChatBody;
 using testing::Json;
+using testing::kChat;
 using testing::OpenAiReply;
 
 // B27

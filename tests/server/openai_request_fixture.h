@@ -9,21 +9,18 @@
 
 namespace k3 {
 
-inline constexpr char kChat[] = "/v1/chat/completions";
-inline constexpr char kCompletions[] = "/v1/completions";
-
 // Requests that a server refuses or takes; whatever was sent, it is healthy and idle afterwards.
 class OpenAiRequestTest : public ::testing::Test {
  protected:
   OpenAiRequestTest() { server_.ForceText("a⟨/think⟩⟨response⟩b⟨/response⟩⟨/message⟩"); }
   ~OpenAiRequestTest() override {
-    EXPECT_EQ(server_.Post(kChat, testing::ChatBody()).status, 200) << "still healthy";
+    EXPECT_EQ(server_.Post(testing::kChat, testing::ChatBody()).status, 200) << "still healthy";
     EXPECT_TRUE(server_.NothingLeaked());
   }
 
   // A 400 with this param, whole and streamed; the stream's refusal is plain JSON.
   void Refused(const testing::Json& body, const std::string& param, const std::string& code = "",
-               const char* path = kChat) {
+               const char* path = testing::kChat) {
     const std::string text = body.dump().substr(0, 300);
     const testing::OpenAiReply reply = server_.Post(path, body);
     EXPECT_EQ(reply.status, 400) << text << " -> " << reply.raw.body;
@@ -39,7 +36,7 @@ class OpenAiRequestTest : public ::testing::Test {
     EXPECT_EQ(stream.status, 400) << text;
     EXPECT_EQ(stream.error, reply.body);
   }
-  void Accepted(const testing::Json& body, const char* path = kChat) {
+  void Accepted(const testing::Json& body, const char* path = testing::kChat) {
     const testing::OpenAiReply reply = server_.Post(path, body);
     EXPECT_EQ(reply.status, 200) << body.dump().substr(0, 300) << " -> " << reply.raw.body;
   }

@@ -17,10 +17,9 @@ using namespace std::chrono_literals;
 using testing::ChatBody;
 using testing::HttpClient;
 using testing::Json;
+using testing::kChat;
 using testing::OpenAiReply;
 using testing::OpenAiServer;
-
-constexpr char kChat[] = "/v1/chat/completions";
 
 TEST(OpenAiRoutesTest, UnknownRoutesAndMethods) {
   OpenAiServer server;

@@ -10,6 +10,7 @@ namespace {
 
 using testing::ChatBody;
 using testing::Json;
+using testing::kChat;
 using testing::OpenAiReply;
 using testing::OpenAiServer;
 

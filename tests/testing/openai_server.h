@@ -23,6 +23,9 @@ namespace k3::testing {
 
 using Json = nlohmann::ordered_json;
 
+inline constexpr char kChat[] = "/v1/chat/completions";
+inline constexpr char kCompletions[] = "/v1/completions";
+
 struct OpenAiReply {
   int status = 0;
   HttpReplyText raw;

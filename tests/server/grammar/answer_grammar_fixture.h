@@ -63,6 +63,16 @@ class AnswerGrammarTest : public ::testing::Test {
     request->constraint.text = text;
   }
 
+  // An answer of this schema, or one call with it as argument x.
+  static GenerationRequest AskFor(const testing::Json& schema, bool as_argument) {
+    const testing::Json parameters = {{"type", "object"}, {"properties", {{"x", schema}}}, {"required", {"x"}}};
+    GenerationRequest request = as_argument ? Chat(testing::Json::array({Tool("f", parameters)}), ToolChoice::kRequired)
+                                            : Chat(nullptr, ToolChoice::kAuto);
+    request.parallel_tool_calls = false;
+    if (!as_argument) Constrain(&request, RequestedConstraint::Kind::kJsonSchema, schema.dump());
+    return request;
+  }
+
   static std::optional<AnswerGrammar> Build(const GenerationRequest& request, const Tokenizer& tokenizer,
                                             OpenChannel open) {
     ChatPrompt prompt;

@@ -150,12 +150,7 @@ TEST_F(AnswerGrammarTest, MembersAreNamedOnce) {
   for (const bool tool : {false, true}) {
     int finished = 0, members = 0;
     for (const Json& schema : schemas) {
-      const Json parameters = {{"type", "object"}, {"properties", {{"x", schema}}}, {"required", {"x"}}};
-      GenerationRequest request =
-          Chat(tool ? Json::array({Tool("f", parameters)}) : Json(), tool ? ToolChoice::kRequired : ToolChoice::kAuto);
-      request.parallel_tool_calls = false;
-      if (!tool) Constrain(&request, RequestedConstraint::Kind::kJsonSchema, schema.dump());
-      const auto grammar = Build(request, *Tiny(), OpenChannel::kContent);
+      const auto grammar = Build(AskFor(schema, tool), *Tiny(), OpenChannel::kContent);
       ASSERT_TRUE(grammar.has_value()) << schema;
       const auto compiled = Compile(grammar->root, *Tiny());
       ASSERT_NE(compiled, nullptr) << schema;
@@ -215,12 +210,7 @@ TEST_F(AnswerGrammarTest, StringsOfDifferentLengthsAtOnePlaceNeverEndInNothing) 
   };
   for (const bool tool : {false, true}) {
     for (const Json& schema : schemas) {
-      const Json parameters = {{"type", "object"}, {"properties", {{"x", schema}}}, {"required", {"x"}}};
-      GenerationRequest request =
-          Chat(tool ? Json::array({Tool("f", parameters)}) : Json(), tool ? ToolChoice::kRequired : ToolChoice::kAuto);
-      request.parallel_tool_calls = false;
-      if (!tool) Constrain(&request, RequestedConstraint::Kind::kJsonSchema, schema.dump());
-      const auto grammar = Build(request, *Tiny(), OpenChannel::kContent);
+      const auto grammar = Build(AskFor(schema, tool), *Tiny(), OpenChannel::kContent);
       ASSERT_TRUE(grammar.has_value()) << schema;
       const auto compiled = Compile(grammar->root, *Tiny());
       ASSERT_NE(compiled, nullptr) << schema;
