@@ -77,10 +77,12 @@ struct RequestedCache {
 };
 
 struct GenerationRequest {
+  using Input = std::variant<std::monostate, ChatRequest, std::vector<PromptSegment>, std::vector<uint32_t>>;
+
   std::string request_id;  // set by the front end: the client's, or MakeRequestId
   std::string model;       // empty: the served model
   // Of a chat, `options` holds tool choice only: reasoning and response format follow from the members below.
-  std::variant<std::monostate, ChatRequest, std::vector<PromptSegment>, std::vector<uint32_t>> input;
+  Input input;
   bool parallel_tool_calls = true;  // false: the reply ends after one complete call
   RequestedSampling sampling;
   RequestedStopping stopping;

@@ -82,7 +82,11 @@ absl::StatusOr<std::shared_ptr<const ServedModel>> GenerationService::ModelFor(c
 void GenerationService::RunTextWork(size_t bytes, std::function<void()> work,
                                     const std::function<void(absl::Status)>& refuse) {
   if (bytes <= kInlineTextBytes) return work();
-  if (text_pool_.TryPost(std::move(work), options_.max_queued_prompts)) return;
+  // One is taken whatever its size; front ends have limits for that.
+  const size_t held = queued_bytes_.fetch_add(bytes);
+  const std::shared_ptr<void> count(nullptr, [this, bytes](void*) { queued_bytes_.fetch_sub(bytes); });
+  const bool fits = held == 0 || held + bytes <= options_.max_queued_bytes;
+  if (fits && text_pool_.TryPost([work = std::move(work), count] { work(); }, options_.max_queued_prompts)) return;
   ErrorDetails details;
   details.reason = "queue_full";
   details.quotas.push_back({"text", "too many large prompts wait to be encoded"});
@@ -375,15 +379,16 @@ void GenerationService::AbortAll(const absl::Status& status) {
 void GenerationService::EndOverdue() {
   if (!options_.queue_timeout.has_value()) return;
   const Clock::time_point begin = Clock::now() - *options_.queue_timeout;
+  // Held here when their clients have left: they must end outside the lock, which the end of a stream takes.
   std::vector<std::shared_ptr<ResponseStream>> overdue;
   {
     std::lock_guard lock(mutex_);
     for (const auto& [key, entry] : streams_) {
       if (entry.arrival > begin) continue;
-      auto stream = entry.stream.lock();
-      if (stream != nullptr && !stream->HasLeftQueue()) overdue.push_back(std::move(stream));
+      if (auto stream = entry.stream.lock()) overdue.push_back(std::move(stream));
     }
   }
+  std::erase_if(overdue, [](const std::shared_ptr<ResponseStream>& stream) { return stream->HasLeftQueue(); });
   for (const auto& stream : overdue) {
     const double seconds = std::chrono::duration<double>(*options_.queue_timeout).count();
     const std::string message = absl::StrFormat("the request has waited in the queue for %g s, the limit", seconds);

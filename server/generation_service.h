@@ -45,6 +45,7 @@ class GenerationService {
     SpanExporter* spans = nullptr;                 // outlives the service; null: no traces leave the process
     int text_threads = 2;                          // encode large prompts
     size_t max_queued_prompts = 256;               // large prompts waiting for them
+    size_t max_queued_bytes = size_t{1} << 30;     // text of these and of those being encoded
   };
 
   // Set by the front end when its client goes away before the stream exists; work not yet begun is then skipped.
@@ -86,6 +87,8 @@ class GenerationService {
 
   // Requests accepted whose final event is not yet taken.
   size_t active() const;
+  // Text of large prompts that waits to be encoded or is.
+  size_t queued_bytes() const { return queued_bytes_.load(); }
   // Ends all of them with this status.
   void AbortAll(const absl::Status& status);
 
@@ -125,6 +128,7 @@ class GenerationService {
   std::unordered_map<uint64_t, int64_t> streams_per_caller_;  // of these
   uint64_t next_stream_ = 0;
 
+  std::atomic<size_t> queued_bytes_{0};
   WorkerPool text_pool_;  // ends first: its tasks use all of the above
 };
 

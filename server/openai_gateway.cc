@@ -151,20 +151,16 @@ HttpReply OpenAiGateway::Generate(absl::StatusOr<OpenAiRequest> parsed, OpenAiRo
     return response;
   };
   if (!parsed.ok()) return refuse(parsed.status());
-  uint64_t caller = 0;
-  if (keys_ != nullptr)
-    static_cast<void>(keys_->Check(request.Header("authorization"), &caller));  // CheckHead has asked
-  for (GenerationRequest& prompt : parsed->requests) {
-    prompt.caller = caller;
-    // The prompts of a batch are spans below the request's.
-    prompt.trace = &prompt == parsed->requests.data() ? trace : ContinueTrace(trace.Header(), false);
+  if (keys_ != nullptr) {
+    static_cast<void>(keys_->Check(request.Header("authorization"), &parsed->common.caller));  // CheckHead has asked
   }
+  parsed->common.trace = trace;
   const absl::StatusOr<std::shared_ptr<const ServedModel>> model = Model();
   if (!model.ok()) return refuse(model.status());
   ReplyHeader header;
   header.id = MakeRequestId(route == OpenAiRoute::kChat ? "chatcmpl-" : "cmpl-");
   header.created = std::time(nullptr);
-  const std::string& name = parsed->requests[0].model;
+  const std::string& name = parsed->common.model;
   header.model = name.empty() ? (*model)->names.front() : name;
   header.fingerprint = absl::StrCat("fp_", (*model)->weights_version);
   header.tokenizer = (*model)->tokenizer;

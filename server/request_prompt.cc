@@ -14,6 +14,13 @@
 namespace k3 {
 namespace {
 
+size_t JsonBytes(const JsonValue& value) {
+  size_t bytes = sizeof(JsonValue) + value.text.size();
+  for (const std::string& key : value.keys) bytes += key.size();
+  for (const JsonValue& item : value.items) bytes += JsonBytes(item);
+  return bytes;
+}
+
 size_t ContentBytes(const ChatContent& content) {
   size_t bytes = 0;
   for (const ContentPart& part : content.parts) bytes += part.text.size();
@@ -112,16 +119,18 @@ absl::StatusOr<RequestPrompt> PromptOf(const ServedModel& model, const Generatio
 }
 
 size_t TextBytes(const GenerationRequest& request) {
-  size_t bytes = 0;
+  size_t bytes = request.constraint.text.size();
   if (const auto* chat = std::get_if<ChatRequest>(&request.input)) {
     for (const ChatMessage& message : chat->messages) {
-      bytes += 64 + ContentBytes(message.content) + message.reasoning_content.size() + message.reasoning.size();
+      bytes += 64 + ContentBytes(message.content) + message.reasoning_content.size() + message.reasoning.size() +
+               message.name.size();
       for (const ToolCall& call : message.tool_calls) {
-        bytes += 256 + (call.arguments_text.has_value() ? call.arguments_text->size() : 0);
+        bytes += 256 + call.name.size() + (call.arguments_text.has_value() ? call.arguments_text->size() : 0);
+        if (call.arguments.has_value()) bytes += JsonBytes(*call.arguments);
       }
-      bytes += message.tools.items.size() * 1024;
+      bytes += message.tools.items.size() * 1024 + JsonBytes(message.tools);
     }
-    bytes += chat->tools.items.size() * 1024;
+    bytes += chat->tools.items.size() * 1024 + JsonBytes(chat->tools);
   } else if (const auto* segments = std::get_if<std::vector<PromptSegment>>(&request.input)) {
     for (const PromptSegment& segment : *segments) {
       if (const auto* text = std::get_if<std::string>(&segment.part)) bytes += text->size();

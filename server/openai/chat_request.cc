@@ -267,7 +267,8 @@ absl::StatusOr<OpenAiRequest> ParseChatRequest(const JsonValue& value, const Ope
   }
   ReadOutputFields(body, &request, &reply);
   if (!body.ok()) return body.status();
-  out.requests.push_back(std::move(request));
+  out.prompts.push_back(std::exchange(request.input, {}));
+  out.common = std::move(request);
   return out;
 }
 

@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kMaxPrompts = 4096;
 constexpr uint32_t kDefaultMaxTokens = 16;
 
-using Prompt = decltype(GenerationRequest::input);
+using Prompt = GenerationRequest::Input;
 
 // A failed read names the item.
 std::optional<Prompt> TokenPrompt(const JsonValue& list, const std::string& path, FieldReader& body) {
@@ -123,10 +123,8 @@ absl::StatusOr<OpenAiRequest> ParseCompletionRequest(const JsonValue& value, con
                                 kMaxPrompts, " choices in all"));
   }
   if (!body.ok()) return body.status();
-  for (Prompt& prompt : prompts) {
-    GenerationRequest& added = out.requests.emplace_back(request);
-    added.input = std::move(prompt);
-  }
+  out.common = std::move(request);
+  out.prompts = std::move(prompts);
   return out;
 }
 

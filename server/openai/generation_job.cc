@@ -34,12 +34,14 @@ GenerationJob::GenerationJob(GenerationService* service, OpenAiRequest request, 
       reply_(request.reply),
       max_tokens_field_(std::move(request.max_tokens_field)),
       request_id_(std::move(request_id)),
-      trace_(request.requests.front().trace),
+      trace_(request.common.trace),
       waker_(std::move(waker)),
       cancelled_(std::make_shared<std::atomic<bool>>(false)),
-      writer_(MakeWriter(std::move(header), reply_, request.requests.size())) {
-  prompts_.resize(request.requests.size());
-  for (size_t i = 0; i < prompts_.size(); ++i) prompts_[i].request = std::move(request.requests[i]);
+      writer_(MakeWriter(std::move(header), reply_, request.prompts.size())),
+      common_(std::move(request.common)) {
+  common_.request_id = request_id_;
+  prompts_.resize(request.prompts.size());
+  for (size_t i = 0; i < prompts_.size(); ++i) prompts_[i].input = std::move(request.prompts[i]);
 }
 
 void GenerationJob::StartMore() {
@@ -59,9 +61,12 @@ void GenerationJob::StartMore() {
 void GenerationJob::StartPrompt(size_t index) {
   Prompt& prompt = prompts_[index];
   ++running_;
-  // Only a batch is ever started again, and only then is a copy worth its memory.
-  GenerationRequest request = prompts_.size() > 1 ? *prompt.request : std::move(*prompt.request);
-  request.request_id = request_id_;
+  // Only a batch needs its parts again, and only then is a copy worth its memory.
+  const bool batch = prompts_.size() > 1;
+  GenerationRequest request = batch ? common_ : std::move(common_);
+  request.input = batch ? *prompt.input : std::move(*prompt.input);
+  // The prompts of a batch are spans below the request's.
+  if (index > 0) request.trace = ContinueTrace(trace_.Header(), false);
   service_->Start(std::move(request), cancelled_,
                   [self = shared_from_this(), index](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
                     {
@@ -91,7 +96,7 @@ void GenerationJob::TakeArrivals() {
       Fail(index, stream.status());
       continue;
     }
-    prompt.request.reset();
+    prompt.input.reset();
     prompt.stream = *std::move(stream);
     eager_ |= prompt.stream->drain_eagerly();
     if (cancelled_->load()) prompt.stream->Cancel();

@@ -37,7 +37,7 @@ class GenerationJob final : public HttpJob, public std::enable_shared_from_this<
   static constexpr size_t kMaxRunning = 64;
 
   struct Prompt {
-    std::optional<GenerationRequest> request;  // until it is started; kept while it might have to be started again
+    std::optional<GenerationRequest::Input> input;  // until it has started; it may have to be started again
     std::shared_ptr<ResponseStream> stream;
     bool finished = false;
   };
@@ -69,6 +69,7 @@ class GenerationJob final : public HttpJob, public std::enable_shared_from_this<
   const Clock::time_point arrival_ = Clock::now();
   std::unique_ptr<ReplyWriter> writer_;
 
+  GenerationRequest common_;  // of all prompts, but for the input
   std::vector<Prompt> prompts_;
   size_t next_ = 0;            // first prompt that was not yet started
   std::vector<size_t> retry_;  // refused while others of the batch ran

@@ -22,7 +22,7 @@ struct OpenAiOptions {
 
 enum class OpenAiRoute : uint8_t { kChat, kCompletions };
 
-// How the reply is to be written; the rest of the request is in `requests`.
+// How the reply is to be written.
 struct OpenAiReplyOptions {
   OpenAiRoute route = OpenAiRoute::kChat;
   bool stream = false;
@@ -41,8 +41,10 @@ struct OpenAiReplyOptions {
 };
 
 struct OpenAiRequest {
-  // One for chat; for completions one per prompt, in order. Choice index = prompt * n + choice.
-  std::vector<GenerationRequest> requests;
+  GenerationRequest common;  // all but the input
+  // One for chat; for completions one or more, in order. Choice index = prompt * n + choice. Apart from `common`, whose
+  // strings may be as long as the body: thousands of prompts must not mean thousands of copies.
+  std::vector<GenerationRequest::Input> prompts;
   OpenAiReplyOptions reply;
   // What the client called the token limit, for messages about it.
   std::string max_tokens_field = "max_tokens";

@@ -87,13 +87,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const k3::OpenAiOptions options{.vendor_strict = strict};
     const auto chat = k3::ParseChatRequest(*body, options);
     if (chat.ok()) {
-      Require(chat->requests.size() == 1 && chat->reply.choices_per_prompt >= 1);
+      Require(chat->prompts.size() == 1 && chat->reply.choices_per_prompt >= 1);
     } else {
       RequireGoodError(chat.status());
     }
     const auto completion = k3::ParseCompletionRequest(*body, options);
     if (completion.ok()) {
-      Require(!completion->requests.empty());
+      Require(!completion->prompts.empty());
     } else {
       RequireGoodError(completion.status());
     }

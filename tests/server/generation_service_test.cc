@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "server/error_details.h"
+#include "server/text/json_parser.h"
 #include "tests/testing/mock_server.h"
 
 namespace k3 {
@@ -179,6 +180,74 @@ TEST_F(GenerationServiceTest, LargeTextRunsElsewhereAndGivesTheSameIds) {
   EXPECT_THAT(service.engine.LastRequest().prompt_tokens, ElementsAreArray(MockService::Encode(text)));
 }
 
+TEST_F(GenerationServiceTest, WhateverIsLongRunsElsewhere) {
+  MockService service({});
+  const std::string text(100'000, 'a');
+  const auto runs_elsewhere = [&](const GenerationRequest& request) {
+    std::promise<std::thread::id> thread;
+    service.generation.Start(request, std::make_shared<std::atomic<bool>>(false),
+                             [&](const auto&) { thread.set_value(std::this_thread::get_id()); });
+    return thread.get_future().get() != std::this_thread::get_id();
+  };
+  EXPECT_FALSE(runs_elsewhere(Chat("a")));
+  EXPECT_TRUE(runs_elsewhere(Chat(text)));
+  std::vector<GenerationRequest> long_ones(6, Chat("a"));
+  const auto chat = [&](size_t i) -> ChatRequest& { return std::get<ChatRequest>(long_ones[i].input); };
+  const JsonValue tools =
+      ParseJson(R"([{"type":"function","function":{"name":"f","description":")" + text + "\"}}]").value();
+  chat(0).tools = tools;
+  chat(1).messages.emplace_back();
+  chat(1).messages[1].role = "system";
+  chat(1).messages[1].tools = tools;
+  chat(2).messages[0].name = text;
+  chat(3).messages.emplace_back();
+  chat(3).messages[1].role = "assistant";
+  chat(3).messages[1].tool_calls.emplace_back();
+  chat(3).messages[1].tool_calls[0].name = "f";
+  chat(3).messages[1].tool_calls[0].arguments = JsonValue::Object();
+  chat(3).messages[1].tool_calls[0].arguments->Set("x", JsonValue::String(text));
+  long_ones[4].constraint.kind = RequestedConstraint::Kind::kJsonSchema;
+  long_ones[4].constraint.text = R"({"description":")" + text + "\"}";
+  chat(5).messages[0].reasoning_content = text;
+  for (size_t i = 0; i < long_ones.size(); ++i) EXPECT_TRUE(runs_elsewhere(long_ones[i])) << i;
+}
+
+TEST_F(GenerationServiceTest, LongPromptsThatWaitAreLimitedInNumberAndBytes) {
+  const std::string text(1 << 20, 'a');
+  for (const bool by_bytes : {false, true}) {
+    MockService::Options options;
+    options.service.text_threads = 0;  // whatever is posted waits
+    (by_bytes ? options.service.max_queued_bytes : options.service.max_queued_prompts) = by_bytes ? 2 * text.size() : 2;
+    MockService service(options);
+    int waiting = 0, refused = 0;
+    for (int i = 0; i < 5; ++i) {
+      bool told = false;
+      service.generation.Tokenize("", text, false, [&](const auto& ids) {
+        told = true;
+        EXPECT_EQ(ids.status().code(), absl::StatusCode::kResourceExhausted);
+        EXPECT_EQ(DetailsOf(ids.status()).reason, "queue_full");
+      });
+      (told ? refused : waiting) += 1;
+    }
+    EXPECT_EQ(waiting, 2) << by_bytes;
+    EXPECT_EQ(refused, 3) << by_bytes;
+  }
+  // One that is longer than all that may wait is taken by an idle server, and what is done makes room.
+  MockService::Options options;
+  options.service.max_queued_bytes = 1000;
+  MockService service(options);
+  for (int i = 0; i < 3; ++i) {
+    std::promise<absl::Status> done;
+    service.generation.Tokenize("", text, false, [&](const auto& ids) { done.set_value(ids.status()); });
+    const absl::Status status = done.get_future().get();
+    EXPECT_TRUE(status.ok()) << status;
+    for (int wait = 0; wait < 1000 && service.generation.queued_bytes() > 0; ++wait) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    EXPECT_EQ(service.generation.queued_bytes(), 0u);
+  }
+}
+
 TEST_F(GenerationServiceTest, DeadlinesAreCheckedBeforeWork) {
   MockService service({});
   GenerationRequest request = Chat("x");
@@ -310,6 +379,30 @@ TEST_F(GenerationServiceTest, NobodyWaitsLongerThanTheQueueTimeout) {
   service.engine.Step();
   EXPECT_EQ(service.engine.Load().waiting, 0);
   EXPECT_EQ(service.engine.Load().running, 1);
+}
+
+// Whoever looks for overdue requests may be the last to hold one whose client left.
+TEST_F(GenerationServiceTest, StreamsMayEndWhileTheOverdueAreSought) {
+  MockService::Options options;
+  options.service.queue_timeout = std::chrono::microseconds(1);
+  MockService service(options);
+  std::atomic<bool> stop{false};
+  std::thread seeker([&] {
+    while (!stop) service.generation.EndOverdue();
+  });
+  for (int round = 0; round < 300; ++round) {
+    std::vector<std::shared_ptr<ResponseStream>> streams;
+    for (int i = 0; i < 32; ++i) {
+      auto stream = Start(service, Tokens(1));
+      if (stream.ok()) streams.push_back(*std::move(stream));
+    }
+    for (const auto& stream : streams) stream->Cancel();
+    while (service.engine.Load().running + service.engine.Load().waiting > 0) std::this_thread::yield();
+    streams.clear();
+  }
+  stop = true;
+  seeker.join();
+  EXPECT_EQ(service.generation.active(), 0u);
 }
 
 }  // namespace

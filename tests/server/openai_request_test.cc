@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tests/server/openai_request_fixture.h"
+#include "tests/testing/process_memory.h"
 
 namespace k3 {
 namespace {
@@ -159,6 +160,20 @@ TEST_F(OpenAiRequestTest, LogitBias) {
   }
   Accepted(ChatBody({{"logit_bias", Json::parse(R"({"4095":-100})")}}));
   Accepted(ChatBody({{"logit_bias", Json::object()}}));
+}
+
+// A batch of thousands of prompts shares the rest of the body, whose strings nobody has looked at yet.
+TEST_F(OpenAiRequestTest, LongFieldsOfABatchTakeTheirMemoryOnce) {
+  const std::vector<std::string> prompts(4000, "a");
+  const std::string text(2 << 20, 'x');
+  const double before = testing::PeakMegabytes();
+  for (const char* key : {"guided_regex", "stop", "session_id", "cache_salt"}) {
+    const OpenAiReply reply = server_.Post(kCompletions, {{"prompt", prompts}, {key, text}});
+    EXPECT_EQ(reply.status, 400);
+    EXPECT_EQ(reply.Param(), key);
+  }
+  EXPECT_EQ(server_.Post(kCompletions, {{"prompt", prompts}, {"model", text}}).status, 404);
+  EXPECT_LT(testing::PeakMegabytes() - before, 1000) << "a copy for each prompt is 8,000";
 }
 
 // What is wrong names the field, what was expected and what came.
