@@ -40,6 +40,10 @@ __device__ __forceinline__ void GroupMma(float (&d)[kSums], uint64_t a, uint64_t
 template <int N, bool kTransposedB = false, int kSums>
 __device__ __forceinline__ void GroupMma(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b, bool accumulate = true);
 
+// a and b in fp16, plain, in shared memory.
+template <int N>
+__device__ __forceinline__ void GroupMmaSharedF16(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate);
+
 // The first 4, 8, ... sums as operands: their numbers, and what they are bound to.
 // clang-format off
 #define K3_NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -126,6 +130,16 @@ K3_GROUP_MMA(256, 128, "%128", "%129", "%130", "%131", "%132")
 K3_GROUP_MMA_REGISTERS(64, 32, "%32, %33, %34, %35", "%36", "%37", "%38")
 K3_GROUP_MMA_REGISTERS(128, 64, "%64, %65, %66, %67", "%68", "%69", "%70")
 K3_GROUP_MMA_REGISTERS(256, 128, "%128, %129, %130, %131", "%132", "%133", "%134")
+#define K3_GROUP_MMA_SHARED_F16(N, SUMS, FIRST, SECOND, THIRD)                                                         \
+  __device__ __forceinline__ void GroupMmaSharedF16_##N(float* d, uint64_t a, uint64_t b, bool accumulate) {           \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " THIRD ", 0;\n"                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" K3_NUMBERS_##SUMS "}, " FIRST ", " SECOND  \
+                 ", p, 1, 1, 0, 0;\n}"                                                                                 \
+                 : K3_SUMS_##SUMS                                                                                      \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                                 \
+  }
+K3_GROUP_MMA_SHARED_F16(128, 64, "%64", "%65", "%66")
+#undef K3_GROUP_MMA_SHARED_F16
 #define K3_NUMBERS_4 "%0, %1, %2, %3"
 #define K3_NUMBERS_12 K3_NUMBERS_8 ", %8, %9, %10, %11"
 #define K3_SUMS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -204,6 +218,12 @@ __device__ __forceinline__ void GroupMma(float (&d)[kSums], const uint32_t (&a)[
   if constexpr (N == 64) GroupMma64<kTransposedB>(d, a, b, accumulate);
   if constexpr (N == 128) GroupMma128<kTransposedB>(d, a, b, accumulate);
   if constexpr (N == 256) GroupMma256<kTransposedB>(d, a, b, accumulate);
+}
+
+template <int N>
+__device__ __forceinline__ void GroupMmaSharedF16(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(N == 128);
+  GroupMmaSharedF16_128(d, a, b, accumulate);
 }
 
 // sum[64 x N] += a[64 x 32] b[32 x N] in e4m3, N 8 to 32; with `accumulate` false the old sums are ignored. Register

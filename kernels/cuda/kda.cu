@@ -14,7 +14,6 @@ namespace {
 
 constexpr int kStepLimit = 8;                 // sequences of at most so many tokens take the fused step (bf16)
 constexpr int64_t kLeastSegment = 256;        // tokens
-constexpr int64_t kMostSegments = 32;         // of a sequence
 constexpr int64_t kMostSnapshotHeads = 1024;  // (snapshot, head) pairs of split runs
 
 void CheckKda(const Device& device, const KdaParams& p) {
@@ -161,8 +160,8 @@ PrefillScratch LayoutPrefill(const Device& device, void* base, int64_t tokens, i
 
 // How a run of `tokens` is split when `runs` of about this length (a head of a sequence each) have a multiprocessor a
 // block: the first segments take one block a run, all others two, in waves on the multiprocessors that are left, so the
-// first is as long as those waves. Measured on an H200: a block takes 10 us and token_us a token; each segment costs
-// the composition 1 us; a token and run after the first segment costs the correction 0.3 ns.
+// first is as long as those waves. Measured on an H200: a block takes 16 us and token_us a token; each segment costs
+// the composition 1.6 us; a token and run after the first segment costs the correction 0.25 ns.
 struct SegmentLengths {
   int64_t first = 0, others = 0;  // 0: not split
 };
@@ -173,12 +172,13 @@ SegmentLengths ChooseSegments(int64_t tokens, double runs, bool core, int64_t mu
   const double rest = static_cast<double>(multiprocessors) - runs;
   for (int64_t segments = 2; segments <= kMostSegments && rest >= 1; ++segments) {
     const int64_t waves = static_cast<int64_t>(std::ceil(2 * runs * static_cast<double>(segments - 1) / rest));
-    const int64_t others = RoundUp(CeilDiv(tokens, waves + segments - 1), kCorrectRows);
-    const int64_t first = RoundUp(tokens - others * (segments - 1), kCorrectRows);
+    const int64_t others = RoundUp(CeilDiv(tokens, waves + segments - 1), kTileRows);
+    const int64_t first = RoundUp(tokens - others * (segments - 1), kTileRows);
     if (std::min(first, others) < kLeastSegment) continue;
     const double walk = std::max(token_us * static_cast<double>(first),
-                                 static_cast<double>(waves) * (token_us * static_cast<double>(others) + 10) - 10);
-    const double us = walk + static_cast<double>(segments) + 0.0003 * static_cast<double>(tokens - first) * runs +
+                                 static_cast<double>(waves) * (token_us * static_cast<double>(others) + 16) - 16);
+    const double us = walk + 1.6 * static_cast<double>(segments) +
+                      0.00025 * static_cast<double>(tokens - first) * runs +
                       (core ? 0 : 0.0002 * static_cast<double>(first) * runs);
     if (us < least) least = us, best = {first, others};
   }
@@ -189,7 +189,6 @@ SegmentLengths ChooseSegments(int64_t tokens, double runs, bool core, int64_t mu
 struct PrefillPlan {
   KdaOrder order;
   unsigned sequences = 0;  // of the grid
-  int64_t longest = 0;
   KdaSplit split = {};
 };
 
@@ -203,7 +202,6 @@ PrefillPlan PlanPrefill(const Device& device, const KdaParams& p) {
   }
   if (longs.empty()) return plan;
   std::stable_sort(longs.begin(), longs.end(), [&](int a, int b) { return length(a) > length(b); });
-  plan.longest = length(longs[0]);
   plan.order.given = longs.size() <= KdaOrder::kMost;
   plan.sequences = static_cast<unsigned>(plan.order.given ? longs.size() : batch.num_sequences);
   if (!plan.order.given) return plan;
@@ -211,12 +209,16 @@ PrefillPlan PlanPrefill(const Device& device, const KdaParams& p) {
 
   const PrefillScratch scratch = LayoutPrefill(device, p.scratch, batch.num_tokens, p.heads);
   if (!RowsAligned(p, 8) || batch.num_snapshots * int64_t{p.heads} > scratch.snapshots) return plan;
+  const int64_t longest = length(longs[0]);
   double runs = 0;
-  for (const int s : longs) runs += static_cast<double>(p.heads) * length(s) / static_cast<double>(plan.longest);
-  const SegmentLengths lengths = ChooseSegments(plan.longest, runs, p.conv_taps == nullptr, device.multiprocessors);
+  int64_t span = 0;  // from the first tile's begin
+  for (const int s : longs) {
+    runs += static_cast<double>(p.heads) * length(s) / static_cast<double>(longest);
+    span = std::max<int64_t>(span, length(s) + batch.host_context[s] % kTileRows);
+  }
+  const SegmentLengths lengths = ChooseSegments(span, runs, p.conv_taps == nullptr, device.multiprocessors);
   if (lengths.first == 0) return plan;
-  const int64_t segments =
-      1 + CeilDiv(std::max<int64_t>(plan.longest + kTileRows - 1 - lengths.first, 0), lengths.others);
+  const int64_t segments = 1 + CeilDiv(std::max<int64_t>(span - lengths.first, 0), lengths.others);
   if (static_cast<int64_t>(longs.size()) * segments * p.heads > scratch.borders) return plan;
   plan.split = {static_cast<int>(lengths.first),
                 static_cast<int>(lengths.others),
@@ -251,18 +253,15 @@ void Prefill(const Device& device, const KdaParams& p, cudaStream_t queue) {
          {.grid = dim3(heads, plan.sequences, parts), .block = dim3(kFusedThreads), .shared = sizeof(KdaFusedShared)},
          queue, "KdaFused", p, batch, plan.order, plan.split, StepLimit(p), RowsAligned(p, 8));
   if (split) {
-    // The correction starts when all blocks of the composition run.
     const bool ahead = kTileDim / 16 * heads * plan.sequences <= static_cast<unsigned>(device.multiprocessors);
-    Launch(ahead ? &KdaComposeKernel<3, StateT> : &KdaComposeKernel<1, StateT>,
+    Launch(ahead ? &KdaComposeKernel<true, StateT> : &KdaComposeKernel<false, StateT>,
            {.grid = dim3(kTileDim / 16, heads, plan.sequences),
             .block = dim3(kComposeThreads),
-            .shared = ahead ? sizeof(KdaComposeShared<3>) : sizeof(KdaComposeShared<1>),
+            .shared = sizeof(KdaComposeShared),
             .early = true},
            queue, "KdaCompose", p, batch, plan.order, plan.split);
-    const int64_t rows = plan.split.first + (plan.split.segments - 1) * int64_t{plan.split.tokens};
-    const unsigned blocks = static_cast<unsigned>(rows / kCorrectRows);
     Launch(core ? &KdaCorrectKernel<false> : &KdaCorrectKernel<true>,
-           {.grid = dim3(heads, blocks, plan.sequences),
+           {.grid = dim3(heads, CorrectBlocks(plan.split, !core), plan.sequences),
             .block = dim3(kCorrectThreads),
             .shared = sizeof(KdaCorrectShared),
             .early = true},

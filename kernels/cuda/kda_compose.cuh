@@ -1,137 +1,157 @@
 #pragma once
 
+#include "kernels/cuda/group_mma.cuh"
 #include "kernels/cuda/kda_tiles.cuh"
 
 // What follows the walk of runs that were split into segments: their states in turn, and the outputs that depend on
 // them (spec 4.7).
 namespace k3::cuda {
 
-constexpr int kComposeThreads = 256;
+constexpr int64_t kMostSegments = 32;  // of a sequence
+constexpr int kComposeWarps = kTileDim / 16;
+constexpr int kComposeThreads = 32 * (kComposeWarps + 1);
+constexpr int kComposeBarrier = 1;
 constexpr int kComposeStride = kTileDim + 16;  // floats: two rows of 16-byte accesses in different banks
 
-// kStages: transitions that are fetched ahead of the chain; one leaves room for two blocks on a multiprocessor.
-template <int kStages>
 struct KdaComposeShared {
-  alignas(16) float current[16][kComposeStride];              // [values][keys] of the state, rounded to tf32
-  alignas(16) float rows[kStages][kTileDim][kComposeStride];  // transitions; a warp touches its own 16 rows only
+  alignas(16) float current[2][16][kComposeStride];  // by parity of segments: [values][keys] of the state before, tf32
+  uint64_t written[kMostSegments + 1];               // the block's part of KdaBorder::half of a segment
 };
 
-// An element of the state before a segment for KdaCorrectKernel: columns 16 m + 4 t + 2 n + e lie at 16 m + 8 n + 2 t +
-// e, so that a lane of the product has four columns in a row.
-__device__ __forceinline__ void StoreHalf(KdaBorder& border, int key, int value, float x) {
-  const int place = value / 16 * 16 + value / 2 % 2 * 8 + value / 4 % 4 * 2 + value % 2;
-  *reinterpret_cast<uint16_t*>(border.half + TilePiece(key, place / 8) + place % 8 * 2) =
-      static_cast<uint16_t>(PackF16(x, 0.0f));
+// Byte offset in KdaBorder::half of an element of the state before a segment: a plain operand b of warpgroup products,
+// two blocks of 64 keys. Column 32 m + 8 t + 2 n + e lies at 32 m + 8 n + 2 t + e, so that a lane has eight columns of
+// the product in a row.
+__device__ __forceinline__ int HalfPlace(int key, int value) {
+  const int row = value / 32 * 32 + value / 2 % 4 * 8 + value / 8 % 4 * 2 + value % 2;
+  return key / 64 * (kTileDim * 128) + Swizzle128(row, key % 64 / 8) + key % 8 * 2;
 }
 
 // States after segments and snapshots: out = P in + zero, tf32 products with fp32 sums. A block owns 16 value columns
-// of a (sequence, head), its warps 16 keys each. Grid (value blocks, heads, sequences of the order). The correction
-// runs beside it: a segment's KdaBorder::ready says that the state before it is there.
-template <int kStages, typename StateT>
-__global__ void __launch_bounds__(kComposeThreads, kStages > 1 ? 1 : 2)
+// of a (sequence, head), its warps 16 keys each, whose rows of the next segment's transition are loaded as those of
+// this one are used up. The correction runs beside it: a segment's KdaBorder::ready says that the state before it is
+// there; a warp of its own says so, because the fence before it takes as long as a segment. Grid (value blocks, heads,
+// sequences of the order).
+template <bool kAhead, typename StateT>
+__global__ void __launch_bounds__(kComposeThreads, kAhead ? 1 : 2)
     KdaComposeKernel(const __grid_constant__ KdaParams p, const __grid_constant__ SequenceBatch batch,
                      const __grid_constant__ KdaOrder order, const __grid_constant__ KdaSplit split) {
-  KdaComposeShared<kStages>& s = *DynamicShared<KdaComposeShared<kStages>>();
+  KdaComposeShared& s = *DynamicShared<KdaComposeShared>();
   const int sequence = order.sequence[blockIdx.z], head = blockIdx.y;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int i = threadIdx.x; i <= kMostSegments; i += kComposeThreads) {
+    BarrierInit(&s.written[i], kComposeWarps * kWarpArrivals);
+  }
   GridDependencyWait();
   GridDependencyRelease();
   const int begin = batch.token_begin[sequence], end = batch.token_begin[sequence + 1];
   const int origin = begin - batch.context[sequence] % kTileRows, slot = batch.state_slot[sequence];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int g = lane / 4, t = lane % 4;
-  const int value = blockIdx.x * 16;
-  const int64_t home = static_cast<int64_t>(head) * kTileDim * kTileDim;
+  if (origin + split.first >= end) return;  // one segment
+  __syncthreads();
   const auto border = [&](int segment) -> KdaBorder& {
     return split.border[(static_cast<int64_t>(blockIdx.z) * split.segments + segment) * p.heads + head];
   };
+  if (warp == kComposeWarps) {
+    if (lane > 0) return;
+    for (int segment = 1; origin + split.Begin(segment) < end; ++segment) {
+      BarrierWait(&s.written[segment], 0);
+      AddRelease(&border(segment).ready, 1);
+    }
+    return;
+  }
+  const int g = lane / 4, t = lane % 4;
+  const int value = blockIdx.x * 16;
+  const int64_t home = static_cast<int64_t>(head) * kTileDim * kTileDim;
   const auto place = [&](int n, int e) {  // of sum[n][e] in a [K, V] matrix
     return (16 * warp + 8 * n + 2 * t + e % 2) * kTileDim + value + g + e / 2 * 8;
   };
-  // sum += P current; row(n) is where the lane reads P. Each float4 holds four consecutive columns: two 8-wide steps of
-  // the contraction, whose index is permuted alike in both operands (index t of a step is column 4t or 4t + 2, index
-  // t + 4 the next).
-  const auto apply = [&](const auto& row, float(&sum)[2][4]) {
+  // What the lane reads of its rows of a transition: four consecutive columns make two 8-wide steps of the contraction,
+  // whose index is permuted alike in both operands (index t of a step is column 4t or 4t + 2, index t + 4 the next).
+  float4 rows[2][8];
+  const auto load_rows = [&](const float* transition, int k) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float* row = transition + (16 * warp + 8 * n + g) * kTileDim + 4 * t;
+      rows[n][k] = __ldcg(reinterpret_cast<const float4*>(row + 16 * k));
+    }
+  };
+  // sum += P current. With kAhead P's rows are in `rows` already, then those of `next` if there is one.
+  const auto apply = [&](int parity, const float* transition, const float* next, float(&sum)[2][4]) {
     float odd[2][4] = {};  // two chains instead of one
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      const float4 low = *reinterpret_cast<const float4*>(&s.current[g][16 * k + 4 * t]);
-      const float4 high = *reinterpret_cast<const float4*>(&s.current[g + 8][16 * k + 4 * t]);
+      if (!kAhead) load_rows(transition, k);
+      const float4 low = *reinterpret_cast<const float4*>(&s.current[parity][g][16 * k + 4 * t]);
+      const float4 high = *reinterpret_cast<const float4*>(&s.current[parity][g + 8][16 * k + 4 * t]);
       const uint32_t first[4] = {__float_as_uint(low.x), __float_as_uint(high.x), __float_as_uint(low.y),
                                  __float_as_uint(high.y)};
       const uint32_t second[4] = {__float_as_uint(low.z), __float_as_uint(high.z), __float_as_uint(low.w),
                                   __float_as_uint(high.w)};
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const float4 columns = *reinterpret_cast<const float4*>(row(n) + 16 * k);
-        MmaTf32(sum[n], first, __float_as_uint(columns.x), __float_as_uint(columns.y));
-        MmaTf32(odd[n], second, __float_as_uint(columns.z), __float_as_uint(columns.w));
+        MmaTf32(sum[n], first, __float_as_uint(rows[n][k].x), __float_as_uint(rows[n][k].y));
+        MmaTf32(odd[n], second, __float_as_uint(rows[n][k].z), __float_as_uint(rows[n][k].w));
       }
+      if (kAhead && next != nullptr) load_rows(next, k);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] += odd[i / 4][i % 4];
-  };
-  if (origin + split.first >= end) return;  // one segment
-  // Puts the warp's rows of a segment's transition on their way, if there is such a segment.
-  const auto fetch = [&](int segment) {
-    if (origin + split.Begin(segment) < end) {
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        const int row = 16 * warp + i;
-        CopyAsync16(&s.rows[segment % kStages][row][4 * lane], border(segment).transition + row * kTileDim + 4 * lane);
-      }
-    }
-    CopyAsyncCommit();
   };
   const auto load_zero = [&](const KdaBorder& data, float(&sum)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = data.zero[place(i / 4, i % 4)];
   };
+  // The state before `segment`, whose columns [keys 8 n + 2 t and the next][value g + 4 e] are x and y.
+  const auto publish = [&](int segment, int n, int e, float x, float y) {
+    const int key = 16 * warp + 8 * n + 2 * t, column = g + 4 * e;
+    *reinterpret_cast<float2*>(&s.current[segment % 2][column][key]) = {__uint_as_float(ToTf32(x)),
+                                                                        __uint_as_float(ToTf32(y))};
+    *reinterpret_cast<uint32_t*>(border(segment).half + HalfPlace(key, value + column)) = PackF16(x, y);
+  };
 #pragma unroll
-  for (int i = 1; i < max(kStages, 2); ++i) fetch(i);
-  for (int i = threadIdx.x; i < 16 * kTileDim; i += kComposeThreads) {
-    const float x = border(1).in[i / 16 * kTileDim + value + i % 16];
-    s.current[i % 16][i / 16] = __uint_as_float(ToTf32(x));
-    StoreHalf(border(1), i / 16, value + i % 16, x);
+  for (int i = 0; i < 4; ++i) {
+    const int n = i / 2, e = i % 2 * 2;
+    publish(1, n, e, border(1).in[place(n, e)], border(1).in[place(n, e + 1)]);
   }
+  ArriveAsWarp(&s.written[1], lane);
+  const auto load_all = [&](const float* transition) {
+#pragma unroll
+    for (int k = 0; kAhead && k < 8; ++k) load_rows(transition, k);
+  };
+  load_all(border(1).transition);
   float sum[2][4];
   load_zero(border(1), sum);
   int snapshot = batch.num_snapshots > 0 ? FirstSnapshot(batch, origin + split.first) : 0;
   for (int segment = 1;; ++segment) {
     const int last = min(end, origin + split.Begin(segment + 1));
-    __syncthreads();
-    if (threadIdx.x == 0) AddRelease(&border(segment).ready, 1);
-    for (; snapshot < batch.num_snapshots && batch.snapshot_row[snapshot] < last; ++snapshot) {
-      StateT* to = reinterpret_cast<StateT*>(KdaStateSlot(p, batch.snapshot_slot[snapshot])) + home;
-      const float* transition = split.snapshots + snapshot * static_cast<int64_t>(p.heads) * kTileDim * kTileDim + home;
-      float state[2][4];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) state[i / 4][i % 4] = ToFloat(to[place(i / 4, i % 4)]);
-      apply([&](int n) { return transition + (16 * warp + 8 * n + g) * kTileDim + 4 * t; }, state);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) to[place(i / 4, i % 4)] = FromFloat<StateT>(state[i / 4][i % 4]);
-    }
     const bool more = last < end;
+    NamedBarrierSync(kComposeBarrier, 32 * kComposeWarps);
+    if (snapshot < batch.num_snapshots && batch.snapshot_row[snapshot] < last) {
+      for (; snapshot < batch.num_snapshots && batch.snapshot_row[snapshot] < last; ++snapshot) {
+        StateT* to = reinterpret_cast<StateT*>(KdaStateSlot(p, batch.snapshot_slot[snapshot])) + home;
+        const float* transition =
+            split.snapshots + snapshot * static_cast<int64_t>(p.heads) * kTileDim * kTileDim + home;
+        float state[2][4];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) state[i / 4][i % 4] = ToFloat(to[place(i / 4, i % 4)]);
+        load_all(transition);
+        apply(segment % 2, transition, nullptr, state);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) to[place(i / 4, i % 4)] = FromFloat<StateT>(state[i / 4][i % 4]);
+      }
+      load_all(border(segment).transition);
+    }
     float next_sum[2][4];
     if (more) load_zero(border(segment + 1), next_sum);
-    if constexpr (kStages > 1) fetch(segment + kStages - 1);
-    CopyAsyncWait<kStages - 1>();
-    __syncwarp();
-    apply([&](int n) { return &s.rows[segment % kStages][16 * warp + 8 * n + g][4 * t]; }, sum);
+    apply(segment % 2, border(segment).transition, more ? border(segment + 1).transition : nullptr, sum);
     if (!more) break;
-    if constexpr (kStages == 1) {
-      __syncwarp();
-      fetch(segment + 1);
-    }
-    __syncthreads();
-    KdaBorder& next = border(segment + 1);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int n = i / 4, e = i % 4;
-      const int key = 16 * warp + 8 * n + 2 * t + e % 2, column = g + e / 2 * 8;
-      s.current[column][key] = __uint_as_float(ToTf32(sum[n][e]));
-      StoreHalf(next, key, value + column, sum[n][e]);
-      sum[n][e] = next_sum[n][e];
+    for (int i = 0; i < 4; ++i) {
+      const int n = i / 2, e = i % 2 * 2;
+      publish(segment + 1, n, e, sum[n][e], sum[n][e + 1]);
     }
+    ArriveAsWarp(&s.written[segment + 1], lane);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = next_sum[i / 4][i % 4];
   }
   if (slot < 0) return;
   StateT* to = reinterpret_cast<StateT*>(KdaStateSlot(p, slot)) + home;
@@ -139,18 +159,49 @@ __global__ void __launch_bounds__(kComposeThreads, kStages > 1 ? 1 : 2)
   for (int i = 0; i < 8; ++i) to[place(i / 4, i % 4)] = FromFloat<StateT>(sum[i / 4][i % 4]);
 }
 
-constexpr int kCorrectRows = 128;
+constexpr int kCorrectRows = 128;  // of a block's turn, 64 a warpgroup
+constexpr int kCorrectTurns = 4;   // of a block, at most
 constexpr int kCorrectThreads = 256;
 constexpr int kFewSegments = 8;
 
 struct KdaCorrectShared {
-  alignas(16) unsigned char queries[kCorrectRows * kTileRowBytes];
-  alignas(16) unsigned char state[kTileDim * kTileRowBytes];  // KdaBorder::half
+  alignas(1024) unsigned char queries[2][2][2][64 * 128];       // of a warpgroup, by parity of turns: blocks of 64 keys
+  alignas(1024) unsigned char state[kTileDim * kTileRowBytes];  // KdaBorder::half
 };
 
+// The turns of a block of KdaCorrectKernel, each kCorrectRows tokens of a segment, from its first token; taken from the
+// last to the first.
+struct KdaCorrectShare {
+  int segment;
+  int first, last;
+};
+__host__ __device__ constexpr int CorrectBlocks(int tokens) {
+  return (tokens + kCorrectRows * kCorrectTurns - 1) / (kCorrectRows * kCorrectTurns);
+}
+// Blocks of a sequence and head: those of the segments that are corrected, then with kNorm those of the first. What was
+// written last lies in the second-level cache still: each segment's last rows come first; with few segments, whose
+// states are all there soon, those of all of them.
+inline unsigned CorrectBlocks(const KdaSplit& split, bool norm) {
+  return static_cast<unsigned>((split.segments - 1) * CorrectBlocks(split.tokens) +
+                               (norm ? CorrectBlocks(split.first) : 0));
+}
+__device__ __forceinline__ KdaCorrectShare FindCorrectShare(const KdaSplit& split, int block) {
+  const int each = CorrectBlocks(split.tokens), count = split.segments - 1;
+  int segment = 0, part = block - count * each;
+  if (part < 0) {
+    const bool few = count < kFewSegments;
+    segment = 1 + (few ? block % count : block / each);
+    part = each - 1 - (few ? block / count : block % each);
+  }
+  const int tokens = split.Begin(segment + 1) - split.Begin(segment);
+  const int first = kCorrectTurns * part;
+  return {segment, first, min((tokens - 1) / kCorrectRows, first + kCorrectTurns - 1)};
+}
+
 // Outputs of all segments but the first: those from zero plus queries times the state before the segment. With kNorm
-// then the gated norm, also of the first segments'. Starts when all blocks of the composition have. Grid (heads, blocks
-// of 128 rows, sequences of the order).
+// then the gated norm, also of the first segments'. Starts when all blocks of the composition have. A block's
+// warpgroups take 64 rows each a turn, the next turn's while they multiply. Grid (heads, CorrectBlocks, sequences of
+// the order).
 template <bool kNorm>
 __global__ void __launch_bounds__(kCorrectThreads, 2)
     KdaCorrectKernel(const __grid_constant__ KdaParams p, const __grid_constant__ SequenceBatch batch,
@@ -159,104 +210,133 @@ __global__ void __launch_bounds__(kCorrectThreads, 2)
   const int sequence = order.sequence[blockIdx.z], head = blockIdx.x;
   const int begin = batch.token_begin[sequence], end = batch.token_begin[sequence + 1];
   const int origin = begin - batch.context[sequence] % kTileRows;
-  // The block's rows, from the origin in units of kCorrectRows. First segments last. With few segments, whose states
-  // are all there soon, the last rows of all come first, which lie in the second-level cache still.
-  const int firsts = split.first / kCorrectRows, others = gridDim.y - firsts, each = split.tokens / kCorrectRows;
-  int block = static_cast<int>(blockIdx.y) < others ? firsts + blockIdx.y : blockIdx.y - others;
-  if (static_cast<int>(blockIdx.y) < others && split.segments <= kFewSegments) {
-    const int count = split.segments - 1;
-    block = firsts + static_cast<int>(blockIdx.y) % count * each + each - 1 - static_cast<int>(blockIdx.y) / count;
-  }
-  const int from = origin + kCorrectRows * block, to = min(end, from + kCorrectRows);
-  const int segment = split.SegmentOf(kCorrectRows * block);
+  const KdaCorrectShare share = FindCorrectShare(split, blockIdx.y);
   // One block makes the launch end after the composition.
   if (blockIdx.x == 0 && blockIdx.y + 1 == gridDim.y && blockIdx.z + 1 == gridDim.z) GridDependencyWait();
-  if (from >= end || (!kNorm && segment == 0)) return;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int segment_begin = origin + split.Begin(share.segment);
+  const int segment_end = min(end, origin + split.Begin(share.segment + 1));
+  if (segment_begin + kCorrectRows * share.first >= end) return;
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const int g = lane / 4, t = lane % 4;
   const int64_t width = static_cast<int64_t>(p.heads) * kTileDim, home = static_cast<int64_t>(head) * kTileDim;
   KdaBorder* borders = split.border + static_cast<int64_t>(blockIdx.z) * split.segments * p.heads + head;
-  const KdaBorder& border = borders[segment * p.heads];
   if (origin + split.first < end) {
     if (threadIdx.x == 0) {
-      const uint32_t* ready = &borders[max(segment, 1) * p.heads].ready;
+      const uint32_t* ready = &borders[max(share.segment, 1) * p.heads].ready;
       while (LoadAcquire(ready) < kTileDim / 16) __nanosleep(100);
     }
     __syncthreads();
   } else {
     GridDependencyWait();
   }
-  const int piece = threadIdx.x % 16;
-  const unsigned char* state = border.half;
-  for (int row = threadIdx.x / 16; segment > 0 && row < kCorrectRows; row += kCorrectThreads / 16) {
-    CopyAsync16(s.queries + TilePiece(row, piece), split.queries + min(from + row, to - 1) * width + home + 8 * piece,
-                from + row < to);
-    CopyAsync16(s.state + 16 * (16 * row + piece), state + 16 * (16 * row + piece));
+  const bool corrected = share.segment > 0;
+  const auto row_of = [&](int turn) { return segment_begin + kCorrectRows * turn + 64 * group; };
+  const auto fetch = [&](int turn) {
+    if (!corrected) return;
+    const int piece = thread % 16;
+    unsigned char* to = s.queries[group][turn % 2][piece / 8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = 8 * i + thread / 16;
+      CopyAsync16(to + Swizzle128(row, piece % 8),
+                  split.queries + min(row_of(turn) + row, segment_end - 1) * width + home + 8 * piece,
+                  row_of(turn) + row < segment_end);
+    }
+  };
+  // Outputs from zero, a lane's eight in a row at a time.
+  const auto output = [&](int turn, int half) {
+    const int row = row_of(turn) + thread / 32 * 16 + 8 * half + g;
+    return std::pair{max(begin, min(row, segment_end - 1)), row >= begin && row < segment_end};
+  };
+  uint4 before[2][4];
+  const auto load = [&](int turn) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bf16* out = static_cast<const bf16*>(p.out.data) + output(turn, half).first * p.out.ld + home + 8 * t;
+#pragma unroll
+      for (int m = 0; m < 4; ++m) before[half][m] = *reinterpret_cast<const uint4*>(out + 32 * m);
+    }
+  };
+  int turn = share.last;
+  while (segment_begin + kCorrectRows * turn >= end) --turn;
+  if (corrected) {
+    const unsigned char* state = borders[share.segment * p.heads].half;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(s.state) / 16 / kCorrectThreads); ++i) {
+      const int place = 16 * (i * kCorrectThreads + static_cast<int>(threadIdx.x));
+      CopyAsync16(s.state + place, state + place);
+    }
   }
+  fetch(turn);
   CopyAsyncCommit();
-  // Outputs from zero, a lane's four in a row at a time.
-  uint2 before[2][8];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t row = max(begin, min(from + 16 * warp + 8 * half + g, to - 1));
-    const bf16* out = static_cast<const bf16*>(p.out.data) + row * p.out.ld + home + 4 * t;
-#pragma unroll
-    for (int m = 0; m < 8; ++m) before[half][m] = *reinterpret_cast<const uint2*>(out + 16 * m);
-  }
-  float o[16][4] = {};
+  load(turn);
   CopyAsyncWait<0>();
+  FenceSharedForMatrix();
   __syncthreads();
-#pragma unroll 2
-  for (int k = 0; segment > 0 && k < 8; ++k) {
-    uint32_t rows[4];
-    LoadMatrix4(rows, s.queries + TilePiece(16 * warp + lane % 16, 2 * k + lane / 16));
+  for (; turn >= share.first; --turn) {
+    float o[64];
+    if (corrected) {
+      GroupMmaFence();
 #pragma unroll
-    for (int m = 0; m < 8; ++m) {
-      uint32_t columns[4];
-      LoadMatrix4Transposed(columns, s.state + TilePiece(16 * k + lane % 16, 2 * m + lane / 16));
-      MmaF16(o[2 * m], rows, columns[0], columns[1]);
-      MmaF16(o[2 * m + 1], rows, columns[2], columns[3]);
+      for (int k = 0; k < 8; ++k) {
+        GroupMmaSharedF16<128>(o, SharedOperand(s.queries[group][turn % 2][k / 4] + 32 * (k % 4)),
+                               SharedOperand(s.state + k / 4 * (kTileDim * 128) + 32 * (k % 4)), k > 0);
+      }
+      GroupMmaCommit();
+      if (turn > share.first) fetch(turn - 1);
+      CopyAsyncCommit();
+      GroupMmaWait<0>();
+    } else {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) o[i] = 0;
     }
-  }
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = from + 16 * warp + 8 * half + g;
-    const bool exists = row >= begin && row < to;
-    const int64_t safe = exists ? row : to - 1;
-    bf16* out = static_cast<bf16*>(p.out.data) + safe * p.out.ld + home + 4 * t;
-#pragma unroll
-    for (int m = 0; m < 8; ++m) {
-      o[2 * m][2 * half] += LowBf16(before[half][m].x);
-      o[2 * m][2 * half + 1] += HighBf16(before[half][m].x);
-      o[2 * m + 1][2 * half] += LowBf16(before[half][m].y);
-      o[2 * m + 1][2 * half + 1] += HighBf16(before[half][m].y);
-    }
-    float scale = 1;
-    if constexpr (kNorm) {
+    for (int half = 0; half < 2; ++half) {
+      const auto [row, exists] = output(turn, half);
+      float scale = 1;
       float square = 0;
 #pragma unroll
-      for (int n = 0; n < 16; ++n) {
-        square = fmaf(o[n][2 * half], o[n][2 * half], square);
-        square = fmaf(o[n][2 * half + 1], o[n][2 * half + 1], square);
-      }
-      square += __shfl_xor_sync(kAllLanes, square, 1);
-      square += __shfl_xor_sync(kAllLanes, square, 2);
-      scale = rsqrtf(square / kTileDim + p.norm_eps);
-    }
-    const bf16* gates = static_cast<const bf16*>(p.gate.data) + safe * p.gate.ld + home + 4 * t;
+      for (int m = 0; m < 4; ++m) {
+        const uint32_t words[4] = {before[half][m].x, before[half][m].y, before[half][m].z, before[half][m].w};
 #pragma unroll
-    for (int m = 0; m < 8; ++m) {
-      float x[4] = {o[2 * m][2 * half], o[2 * m][2 * half + 1], o[2 * m + 1][2 * half], o[2 * m + 1][2 * half + 1]};
-      if constexpr (kNorm) {
-        const uint2 gate = *reinterpret_cast<const uint2*>(gates + 16 * m);
-        const float4 weight = *reinterpret_cast<const float4*>(p.norm_weight + 16 * m + 4 * t);
-        x[0] *= scale * weight.x * Sigmoid(LowBf16(gate.x));
-        x[1] *= scale * weight.y * Sigmoid(HighBf16(gate.x));
-        x[2] *= scale * weight.z * Sigmoid(LowBf16(gate.y));
-        x[3] *= scale * weight.w * Sigmoid(HighBf16(gate.y));
+        for (int n = 0; n < 4; ++n) {
+          float* x = o + 4 * (4 * m + n) + 2 * half;
+          x[0] += LowBf16(words[n]);
+          x[1] += HighBf16(words[n]);
+          if constexpr (kNorm) square = fmaf(x[0], x[0], fmaf(x[1], x[1], square));
+        }
       }
-      if (exists) *reinterpret_cast<uint2*>(out + 16 * m) = {PackBf16(x[0], x[1]), PackBf16(x[2], x[3])};
+      if constexpr (kNorm) {
+        square += __shfl_xor_sync(kAllLanes, square, 1);
+        square += __shfl_xor_sync(kAllLanes, square, 2);
+        scale = rsqrtf(square / kTileDim + p.norm_eps);
+      }
+      bf16* out = static_cast<bf16*>(p.out.data) + row * p.out.ld + home + 8 * t;
+      const bf16* gates = static_cast<const bf16*>(p.gate.data) + row * p.gate.ld + home + 8 * t;
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        uint32_t words[4];
+        uint4 gate = {};
+        if constexpr (kNorm) gate = *reinterpret_cast<const uint4*>(gates + 32 * m);
+        const uint32_t gate_words[4] = {gate.x, gate.y, gate.z, gate.w};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          float x = o[4 * (4 * m + n) + 2 * half], y = o[4 * (4 * m + n) + 2 * half + 1];
+          if constexpr (kNorm) {
+            const float2 weight = *reinterpret_cast<const float2*>(p.norm_weight + 32 * m + 8 * t + 2 * n);
+            x *= scale * weight.x * Sigmoid(LowBf16(gate_words[n]));
+            y *= scale * weight.y * Sigmoid(HighBf16(gate_words[n]));
+          }
+          words[n] = PackBf16(x, y);
+        }
+        if (exists) *reinterpret_cast<uint4*>(out + 32 * m) = {words[0], words[1], words[2], words[3]};
+      }
     }
+    if (turn == share.first) break;
+    load(turn - 1);
+    CopyAsyncWait<0>();
+    FenceSharedForMatrix();
+    NamedBarrierSync(1 + group, 128);
   }
 }
 

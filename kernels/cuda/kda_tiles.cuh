@@ -64,8 +64,8 @@ struct KdaBorder {
   alignas(256) uint32_t ready;                  // blocks that have written their part of `half`
 };
 struct KdaSplit {
-  int first;          // tokens of the first segment, a multiple of 128; 0: not split
-  int tokens;         // of the others, a multiple of 128
+  int first;          // tokens of the first segment, a multiple of 16; 0: not split
+  int tokens;         // of the others, a multiple of 16
   int segments;       // most of a sequence
   KdaBorder* border;  // [sequence of the order][segments][heads]
   float* snapshots;   // [snapshots][heads][K, K]: transitions from the segment's begin to the snapshot's row
