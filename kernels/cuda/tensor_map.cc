@@ -19,10 +19,12 @@ PFN_cuTensorMapEncodeTiled_v12000 Encode() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
 }
 
-// Sizes in elements and strides in bytes, innermost first; strides are those of dimension 1 and up.
+// Sizes in elements and strides in bytes, innermost first; strides are those of dimension 1 and up. `promotion`: what the
+// second-level cache fetches at a time. Where the copy asks for the rest anyway, more than a row of the box, 128 bytes,
+// only adds traffic between the halves of that cache, by half.
 template <int kRank>
 CUtensorMap Boxes(const void* data, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
-                  const cuuint32_t (&box)[kRank]) {
+                  const cuuint32_t (&box)[kRank], CUtensorMapL2promotion promotion) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = Encode();
   cuuint32_t steps[kRank];
   std::string shape = "[";
@@ -32,9 +34,9 @@ CUtensorMap Boxes(const void* data, const cuuint64_t (&sizes)[kRank], const cuui
     shape += i > 0 ? ", " : "]";
   }
   CUtensorMap map;
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(data), sizes, strides,
-                                 box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   K3_REQUIRE(result == CUDA_SUCCESS, "no tensor map for " + shape + ": driver error " + std::to_string(result));
   return map;
 }
@@ -45,7 +47,7 @@ CUtensorMap MatrixBoxes(const void* data, int64_t planes, int64_t plane_stride, 
                         int box_rows) {
   return Boxes<3>(data, {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(planes)},
                   {static_cast<cuuint64_t>(ld) * 2, static_cast<cuuint64_t>(plane_stride) * 2},
-                  {64, static_cast<cuuint32_t>(box_rows), 1});
+                  {64, static_cast<cuuint32_t>(box_rows), 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 CUtensorMap LineBoxes(const void* data, int64_t pages, int64_t page_stride, int64_t page_size, int64_t cols) {
@@ -53,7 +55,7 @@ CUtensorMap LineBoxes(const void* data, int64_t pages, int64_t page_stride, int6
       data,
       {64, static_cast<cuuint64_t>(page_size), static_cast<cuuint64_t>(cols / 64), static_cast<cuuint64_t>(pages)},
       {static_cast<cuuint64_t>(cols) * 2, 128, static_cast<cuuint64_t>(page_stride)},
-      {64, 8, static_cast<cuuint32_t>(cols / 64), 1});
+      {64, 8, static_cast<cuuint32_t>(cols / 64), 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 }  // namespace k3::cuda
