@@ -67,6 +67,7 @@ struct RequestedOutput {
   std::optional<uint32_t> top_logprobs;
   bool has_logprob_token_ids = false;
   bool prompt_logprobs = false;
+  uint32_t prompt_copies = 1;  // how often the reply repeats the prompt's log-probabilities
   uint32_t coalesce_tokens = 0;
 };
 
@@ -93,7 +94,8 @@ struct GenerationRequest {
   int32_t priority = 0;
   std::string session_id;
   std::optional<Clock::time_point> deadline;
-  uint64_t caller = 0;  // stands for the API key; 0: none is required
+  uint64_t caller = 0;       // stands for the API key; 0: none is required
+  bool comes_again = false;  // refused for want of room the front end tries it again, and counts what it gives up
   TraceContext trace;
 };
 

@@ -294,7 +294,7 @@ void GenerationService::Start(GenerationRequest request, const CancelFlag& cance
   auto shared = std::make_shared<GenerationRequest>(std::move(request));
   const auto finish = [this, shared, arrival,
                        done = std::move(done)](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
-    if (!stream.ok()) {
+    if (!stream.ok() && !(shared->comes_again && absl::IsResourceExhausted(stream.status()))) {
       CountRefusal(stream.status());
       if (options_.spans != nullptr && shared->trace.sampled) {
         RequestSpan span = SpanOf(*shared, arrival);

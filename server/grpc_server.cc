@@ -2,10 +2,12 @@
 
 #include <grpc/support/log.h>
 #include <grpcpp/impl/codegen/service_type.h>
+#include <grpcpp/resource_quota.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <thread>
@@ -43,6 +45,14 @@ void SetTransport(grpc::ServerBuilder& builder, const GrpcServerOptions& options
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(options.max_concurrent_streams));
 }
 
+// What gRPC may hold of messages that are on their way. A message is known to be somebody's only when all of it is
+// there, so without a bound strangers could fill the memory; beyond it gRPC ends calls with RESOURCE_EXHAUSTED.
+size_t BufferBytes(const GrpcServerOptions& options) {
+  constexpr size_t kLeast = size_t{256} << 20;
+  constexpr size_t kMessages = 16;
+  return std::max(kLeast, kMessages * (static_cast<size_t>(options.max_message_mib) << 20));
+}
+
 // gRPC's own lines: peers that speak something else or leave within a handshake, at any rate they like. What matters of
 // them the server reports itself, in its own format.
 void LogLine(gpr_log_func_args* line) { spdlog::debug("grpc {}:{}: {}", line->file, line->line, line->message); }
@@ -76,6 +86,7 @@ absl::Status Listen(const GrpcServerOptions& options, int port, int max_connecti
   listener->services.push_back(MakeReflectionV1Alpha(names));
   grpc::ServerBuilder builder;
   SetTransport(builder, options);
+  builder.SetResourceQuota(grpc::ResourceQuota("k3serve").Resize(BufferBytes(options)));
   builder.experimental().SetInterceptorCreators(MakeMalformedMessageInterceptors());
   listener->credentials = MakeServerCredentials(options.tls);
   auto connections = builder.experimental().AddExternalConnectionAcceptor(

@@ -193,6 +193,12 @@ absl::Status ResolveLength(const GenerationRequest& request, int64_t prompt_toke
     details.fields.push_back({prompt_tokens < limits.max_model_len ? "stopping.max_new_tokens" : "input", message});
     return WithDetails(absl::InvalidArgumentError(message), details);
   }
+  const int64_t copies = request.output.prompt_copies;
+  const int64_t scores = prompt_tokens * (int64_t{request.output.top_logprobs.value_or(0)} + 1) * copies;
+  if (request.output.prompt_logprobs && copies > 1 && scores > kMaxPromptLogprobs) {
+    return InvalidField("sampling.n", absl::StrCat("the prompt's log-probabilities in ", copies, " choices would be ",
+                                                   scores, " numbers; at most ", kMaxPromptLogprobs));
+  }
   const int64_t pool_tokens = limits.latent_pages * limits.page_size;
   if (prompt_tokens + reply > pool_tokens) {
     ErrorDetails details;

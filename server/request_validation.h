@@ -22,7 +22,8 @@ inline constexpr size_t kMaxStopBytes = 256;
 inline constexpr int kMaxStopTokenIds = 256;
 inline constexpr int kMaxLogitBias = 1024;
 inline constexpr size_t kMaxMessages = 16384;
-inline constexpr size_t kMaxIdBytes = 256;  // session ids, salts
+inline constexpr int64_t kMaxPromptLogprobs = int64_t{1} << 25;  // in all copies, alternatives included
+inline constexpr size_t kMaxIdBytes = 256;                       // session ids, salts
 
 // Parts of the contract that this build lacks: UNIMPLEMENTED.
 absl::Status CheckImplemented(const GenerationRequest& request);

@@ -45,7 +45,7 @@ GenerationJob::GenerationJob(GenerationService* service, OpenAiRequest request, 
 }
 
 void GenerationJob::StartMore() {
-  while (running_ < kMaxRunning && !hold_starts_ && failure_.ok()) {
+  while (running_ < kMaxRunning && (!hold_starts_ || running_ == 0) && failure_.ok()) {
     if (!retry_.empty()) {
       const size_t index = retry_.back();
       retry_.pop_back();
@@ -61,14 +61,17 @@ void GenerationJob::StartMore() {
 void GenerationJob::StartPrompt(size_t index) {
   Prompt& prompt = prompts_[index];
   ++running_;
+  prompt.finished_before = finished_;
   // Only a batch needs its parts again, and only then is a copy worth its memory.
   const bool batch = prompts_.size() > 1;
   GenerationRequest request = batch ? common_ : std::move(common_);
   request.input = batch ? *prompt.input : std::move(*prompt.input);
+  request.comes_again = batch;
   // The prompts of a batch are spans below the request's.
   if (index > 0) request.trace = ContinueTrace(trace_.Header(), false);
   service_->Start(std::move(request), cancelled_,
                   [self = shared_from_this(), index](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
+                    if (absl::IsResourceExhausted(stream.status())) self->hold_starts_ = true;
                     {
                       std::lock_guard lock(self->mutex_);
                       self->arrivals_.emplace_back(index, std::move(stream));
@@ -87,12 +90,14 @@ void GenerationJob::TakeArrivals() {
     Prompt& prompt = prompts_[index];
     if (!stream.ok()) {
       --running_;
-      // A batch waits for room that it takes up itself; a lone request is told to come back.
-      if (stream.status().code() == absl::StatusCode::kResourceExhausted && running_ > 0 && prompts_.size() > 1) {
-        hold_starts_ = true;
+      // A batch waits for room that it takes up itself, or took up when this one asked; a lone request is told to come
+      // back.
+      const bool full = absl::IsResourceExhausted(stream.status()) && prompts_.size() > 1;
+      if (full && (running_ > 0 || finished_ > prompt.finished_before)) {
         retry_.push_back(index);
         continue;
       }
+      if (full) service_->CountRefusal(stream.status());
       Fail(index, stream.status());
       continue;
     }

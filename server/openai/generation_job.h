@@ -40,6 +40,7 @@ class GenerationJob final : public HttpJob, public std::enable_shared_from_this<
     std::optional<GenerationRequest::Input> input;  // until it has started; it may have to be started again
     std::shared_ptr<ResponseStream> stream;
     bool finished = false;
+    size_t finished_before = 0;  // prompts of the batch when it was started
   };
   using Arrival = std::pair<size_t, absl::StatusOr<std::shared_ptr<ResponseStream>>>;
 
@@ -75,8 +76,9 @@ class GenerationJob final : public HttpJob, public std::enable_shared_from_this<
   std::vector<size_t> retry_;  // refused while others of the batch ran
   size_t running_ = 0;         // started, not finished
   size_t finished_ = 0;
-  bool hold_starts_ = false;  // the queue is full: wait for one of ours to finish
-  bool accepted_ = false;     // a prompt has left the queue
+  // The queue is full: wait for one of ours to finish. Set wherever a start ends.
+  std::atomic<bool> hold_starts_{false};
+  bool accepted_ = false;  // a prompt has left the queue
   bool eager_ = false;
   RequestUsage usage_;  // of prompts that have ended, for the log
   std::string out_;     // body text that waits

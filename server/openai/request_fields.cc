@@ -311,6 +311,9 @@ void ReadOutputFields(FieldReader& body, GenerationRequest* request, OpenAiReply
   // a run at all.
   const bool echo_logprobs = reply->echo && (reply->logprobs || request->stopping.max_new_tokens == 0u);
   request->output.prompt_logprobs = reply->prompt_logprobs || echo_logprobs;
+  if (reply->route == OpenAiRoute::kCompletions) {
+    request->output.prompt_copies = static_cast<uint32_t>(reply->choices_per_prompt);
+  }
   if (reply->logprobs || request->output.prompt_logprobs) {
     request->output.top_logprobs = static_cast<uint32_t>(std::max(reply->top_logprobs, reply->prompt_top_logprobs));
   }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "tests/testing/openai_server.h"
+#include "tests/testing/prometheus_text.h"
 
 namespace k3 {
 namespace {
@@ -101,6 +102,37 @@ TEST_F(OpenAiCompletionsTest, ABatchLargerThanTheQueueFinishes) {
   ASSERT_EQ(reply.body["choices"].size(), 200u);
   for (const Json& choice : reply.body["choices"]) EXPECT_EQ(choice["text"], "ok");
   EXPECT_TRUE(server.NothingLeaked());
+}
+
+// What waits for room that its own batch takes up was not refused to anybody, and is not tried again and again.
+TEST_F(OpenAiCompletionsTest, APromptThatWaitsForItsBatchIsNoRefusal) {
+  OpenAiServer::Options options;
+  options.engine.limits.max_queue = 2;
+  options.engine.limits.max_num_seqs = 1;
+  OpenAiServer server(options);
+  server.Force({100, 101, 102});
+  const std::vector<std::string> prompts(50, "a");
+  const OpenAiReply reply = server.Post(kCompletions, {{"prompt", prompts}, {"max_tokens", 3}});
+  ASSERT_EQ(reply.status, 200) << reply.raw.body;
+  EXPECT_EQ(reply.body["choices"].size(), 50u);
+  EXPECT_EQ(testing::PrometheusText::Parse(server.metrics().Render())->Sum("k3serve_rejected_total"), 0);
+}
+
+// Each choice repeats what its prompt was worth: a short request must not ask for a reply of many gigabytes.
+TEST_F(OpenAiCompletionsTest, EchoedLogprobsAreLimitedOverAllChoices) {
+  server_.Force({100});
+  Json body = {
+      {"prompt", std::vector<int>(20'000, 7)}, {"echo", true}, {"logprobs", 20}, {"max_tokens", 1}, {"n", 128}};
+  const OpenAiReply refused = server_.Post(kCompletions, body);
+  EXPECT_EQ(refused.status, 400);
+  EXPECT_EQ(refused.Param(), "n");
+  EXPECT_EQ(refused.body["error"]["message"],
+            "n: the prompt's log-probabilities in 128 choices would be 53760000 numbers; at most 33554432");
+  body["n"] = 1;
+  EXPECT_EQ(server_.Post(kCompletions, body).status, 200);
+  body["n"] = 128;
+  body["echo"] = false;
+  EXPECT_EQ(server_.Post(kCompletions, body).status, 200);
 }
 
 TEST_F(OpenAiCompletionsTest, OneBadPromptRefusesTheBatch) {
