@@ -83,14 +83,13 @@ void StepWide(const Device& device, const KdaParams& p, LaunchShape shape, cudaS
       shape.shared = sizeof(KdaWideShared<T, StateT, kHeldQuads>);
       // Leaves no room for a third block; a block takes 1 KiB more than it asks for.
       if (one_wave) shape.shared = std::max(shape.shared, device.shared_per_block / kWideBlocks - 1024);
-      const int early = p.slots_settled ? (one_wave ? kWideBlocks : kHeldBlocks) * units : 0;
-      return Launch(&KdaWideKernel<T, StateT, kHeldQuads, kHeldBlocks>, shape, queue, "KdaStep", p, *p.batch, early, 0,
-                    true);
+      return Launch(&KdaWideKernel<T, StateT, kHeldQuads, kHeldBlocks>, shape, queue, "KdaStep", p, *p.batch,
+                    (one_wave ? kWideBlocks : kHeldBlocks) * units, units, true);
     }
   }
   shape.shared = sizeof(KdaWideShared<T, StateT, 0>);
-  Launch(&KdaWideKernel<T, StateT, 0, kWideBlocks>, shape, queue, "KdaStep", p, *p.batch,
-         p.slots_settled ? kWideBlocks * units : 0, few ? 0 : units, few);
+  Launch(&KdaWideKernel<T, StateT, 0, kWideBlocks>, shape, queue, "KdaStep", p, *p.batch, kWideBlocks * units, units,
+         few);
 }
 
 template <typename T, typename StateT>

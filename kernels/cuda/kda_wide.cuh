@@ -8,8 +8,12 @@
 //
 // Up to a few waves of blocks the memory is busiest with four blocks a multiprocessor, for which half of a state waits
 // in shared memory instead of registers (kHeld). Of many waves, loads, arithmetic and stores would take turns at the
-// memory: there each of two blocks a multiprocessor asks the second-level cache for the state that lies `ahead` items
-// further on, of a block that starts later.
+// memory: there each of two blocks a multiprocessor asks the second-level cache for the state that lies as many items
+// further on as there are multiprocessors, of a block that starts later.
+//
+// Blocks of the first wave have their states before the launch before has ended. Then all of them compute and store in
+// step, for 6 us (of 64 sequences, from the end of the launch before to the first load of a second block in its place):
+// meanwhile some of them have the cache fetch states of the second wave. Earlier the launch before would end later.
 namespace k3::cuda {
 
 constexpr int kWideWarps = 4;
@@ -29,16 +33,18 @@ struct KdaWideShared {
 };
 
 // Every sequence has one token, sequence s row s. Rows of q, k, v, the gates and the output start at multiples of four
-// elements. kHeld: quadruples of a warp's rows that wait in shared memory. The first early_blocks blocks read states
-// before they wait for the launch before (KdaParams::slots_settled); blocks that find it done had better ask for their
-// inputs first. ahead: 0 for none. evict_first: the policy of kda_step.cuh, without which many waves are faster.
+// elements. kHeld: quadruples of a warp's rows that wait in shared memory. resident: blocks that start at once; they
+// read states before they wait for the launch before where they may (KdaParams::slots_settled), while blocks that find
+// it done had better ask for their inputs first. few: up to a few waves, with the policy of kda_step.cuh, without which
+// many waves are faster.
 template <typename T, typename StateT, int kHeld, int kBlocks>
 __global__ void __launch_bounds__(kWideThreads, kBlocks)
-    KdaWideKernel(const KdaParams p, const SequenceBatch batch, int early_blocks, int ahead, bool evict_first) {
+    KdaWideKernel(const KdaParams p, const SequenceBatch batch, int resident, int multiprocessors, bool few) {
   using Shared = KdaWideShared<T, StateT, kHeld>;
   constexpr int kOwn = kWideQuads - kHeld;
   Shared& s = *DynamicShared<Shared>();
-  const bool early = static_cast<int>(blockIdx.x + gridDim.x * blockIdx.y) < early_blocks;
+  const int item = static_cast<int>(blockIdx.x + gridDim.x * blockIdx.y);
+  const bool early = p.slots_settled && item < resident;
   if (!early) {
     GridDependencyWait();
     GridDependencyRelease();
@@ -83,7 +89,7 @@ __global__ void __launch_bounds__(kWideThreads, kBlocks)
       PrefetchL2(static_cast<const T*>(p.gate.data) + sequence * p.gate.ld + head * kStepDim + 4 * lane);
     }
   };
-  const uint64_t policy = evict_first ? EvictFirstPolicy() : EvictNormalPolicy();
+  const uint64_t policy = few ? EvictFirstPolicy() : EvictNormalPolicy();
   float state[kOwn > 0 ? 4 * kOwn : 1][4];
   const auto load_state = [&] {
     if (slot >= 0) {
@@ -114,12 +120,14 @@ __global__ void __launch_bounds__(kWideThreads, kBlocks)
   }
   fetch_row();
   if (!early) load_state();
+  const int beyond = few ? 0 : multiprocessors;
+  const int ahead = item >= resident ? beyond : item < multiprocessors ? resident : 0;
   if (ahead > 0 && tid == 0) {
-    const int item = sequence * p.heads + head + ahead, other = item / p.heads;
+    const int later = item + ahead, other = later / p.heads;
     const int other_slot = other < batch.num_sequences ? batch.state_slot[other] : -1;
     if (other_slot >= 0) {
       constexpr int kState = kStepDim * kStepDim;
-      PrefetchBulkL2(reinterpret_cast<const StateT*>(KdaStateSlot(p, other_slot)) + item % p.heads * kState,
+      PrefetchBulkL2(reinterpret_cast<const StateT*>(KdaStateSlot(p, other_slot)) + later % p.heads * kState,
                      kState * sizeof(StateT));
     }
   }

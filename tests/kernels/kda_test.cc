@@ -283,7 +283,7 @@ TEST_P(KdaTest, PackedSequencesAtTheModelsHeadSize) {
 TEST_P(KdaTest, SingleTokensInBatchesOfEverySize) {
   const KdaShape shape;
   for (DType dtype : {DType::kF32, DType::kBF16}) {
-    for (size_t sequences : {2, 100, 2200}) {
+    for (size_t sequences : {2, 100, 300, 2200}) {
       if (slow() && sequences > 100) continue;
       oracle::KdaInput first = MakeInput(shape, 1, 160), last = MakeInput(shape, 1, 161);
       last.conv_taps = first.conv_taps;
