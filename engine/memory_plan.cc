@@ -48,8 +48,10 @@ std::string Gib(uint64_t bytes) { return absl::StrFormat("%.2f GiB", static_cast
 
 // Scratch memory of the CUDA kernels, for planning on a machine without one. Rounded up from what each op stages:
 // KDA the convolved q, k, v, gates and the chunk matrices; MLA absorbed queries and latent outputs; the experts their
-// gathered rows, activations and products (twice a balanced rank's share); sampling a copy of the logits.
-size_t EstimateScratch(const ModelConfig& rank, const MemoryRequest& request, const StepBounds& bounds) {
+// gathered rows, activations and products (twice a balanced rank's share); sampling a copy of the logits. Attention
+// residuals of two phases as outside batch-invariant mode.
+ScratchSizes EstimateScratch(const ModelConfig& rank, const MemoryRequest& request, const StepBounds& bounds,
+                             const WorkspaceRanks& ranks) {
   const double tokens = static_cast<double>(bounds.tokens);
   const double kda = tokens * rank.kda_channels() * 16;
   const double mla = tokens * rank.num_attention_heads * (2.0 * rank.kv_lora_rank + rank.qk_rope_head_dim) * 2;
@@ -61,7 +63,15 @@ size_t EstimateScratch(const ModelConfig& rank, const MemoryRequest& request, co
     moe = rows * (6.0 * rank.expert_width() + 4.0 * rank.moe_intermediate_size);
   }
   const double sample = static_cast<double>(bounds.logits_rows) * rank.vocab_size * 4;
-  return static_cast<size_t>(std::max({kda, mla, moe, sample}));
+  ScratchSizes sizes;
+  sizes.shared = static_cast<size_t>(std::max({kda, mla, moe, sample}));
+  if (!request.is_cpu && request.activation == DType::kBF16) {
+    sizes.closed_mixes =
+        Workspace::ClosedMixesBytes(rank, bounds, request.activation, ranks, [&](int64_t rows, int32_t closed) {
+          return MeasuredAttnResForm(rows, rank.hidden_size, closed, kAttnResSites);
+        });
+  }
+  return sizes;
 }
 
 class Planner {
@@ -121,13 +131,14 @@ class Planner {
     bounds.context = request_.max_model_len.value_or(config_.max_position_embeddings);
     const WorkspaceRanks ranks =
         WorkspaceRanks::Of({.tensor = request_.tensor_parallel, .data = request_.data_parallel}, request_.transport);
-    size_t scratch = 0;
+    ScratchSizes scratch;
     if (request_.ops != nullptr) {
       scratch = Workspace::ScratchBytes(rank_config_, bounds, *request_.ops, ranks);
     } else {
-      scratch = EstimateScratch(rank_config_, request_, bounds);
+      scratch = EstimateScratch(rank_config_, request_, bounds, ranks);
       plan_.workspace_estimated = true;
     }
+    plan_.closed_mix_bytes = scratch.closed_mixes;
     plan_.bank_bytes = Workspace::BankBytes(rank_config_, bounds, request_.activation, ranks);
     // The CPU has no decode steps of fixed size (EngineHost).
     const std::vector<int32_t> decode_sizes =

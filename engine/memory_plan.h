@@ -76,6 +76,7 @@ struct MemoryPlan {
   uint64_t weights_bytes = 0;    // loaded_weights_bytes, else rank_weights.total()
   uint64_t workspace_bytes = 0;  // with what a step's inputs and results take, without the residual bank
   uint64_t bank_bytes = 0;
+  uint64_t closed_mix_bytes = 0;  // of workspace_bytes: mixes of the bank's closed blocks for sites to come
   bool workspace_estimated = false;
   uint64_t page_bytes = 0;  // one
   uint64_t slot_bytes = 0;  // one

@@ -94,7 +94,13 @@ class ForwardingOps : public Ops {
   void SumSlots(const SumSlotsParams& params, Stream stream) override { inner_->SumSlots(params, stream); }
   void RmsNorm(const RmsNormParams& params, Stream stream) override { inner_->RmsNorm(params, stream); }
   void AddRmsNorm(const AddRmsNormParams& params, Stream stream) override { inner_->AddRmsNorm(params, stream); }
+  AttnResForm ChooseAttnResForm(int64_t rows, int64_t cols, int32_t closed, int32_t sites) const override {
+    return inner_->ChooseAttnResForm(rows, cols, closed, sites);
+  }
   void AttnResMix(const AttnResMixParams& params, Stream stream) override { inner_->AttnResMix(params, stream); }
+  void AttnResClosed(const AttnResClosedParams& params, Stream stream) override {
+    inner_->AttnResClosed(params, stream);
+  }
   void Kda(const KdaParams& params, Stream stream) override { inner_->Kda(params, stream); }
   void MlaAppend(const MlaAppendParams& params, Stream stream) override { inner_->MlaAppend(params, stream); }
   void MlaAttention(const MlaAttentionParams& params, Stream stream) override { inner_->MlaAttention(params, stream); }

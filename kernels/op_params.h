@@ -153,6 +153,12 @@ struct AddRmsNormParams {
 //   a_j = softmax over j in 0..live_block of sum_c bank[j][c] * rsqrt(mean(bank[j]^2) + mix_eps) * query[c]
 //   out = RmsNorm(sum_j a_j bank[j]), the norm applied to the unrounded fp32 mix.
 // With live_block == 0 the mix is the live sum itself. Blocks before live_block are not what the op before this wrote.
+//
+// Two forms with the same result up to rounding (Ops::ChooseAttnResForm): all sources in one pass, or, with `mixes`,
+// the second of two phases, which reads the closed blocks' mix as AttnResClosed left it and adds the live sum by a
+// softmax of two: with m = max(top, s), s the live sum's score, u = sum exp(top - m), v = exp(s - m):
+//   out = RmsNorm((u mix + v live) / (u + v)).
+// A row's bits depend on nothing but the row and the form.
 struct AttnResMixParams {
   void* bank = nullptr;  // [live_block + 1][T, D] act, block-major; block j starts at element j * block_stride
   int64_t block_stride = 0;
@@ -166,7 +172,39 @@ struct AttnResMixParams {
   const float* norm_weight = nullptr;  // [D]
   float norm_eps = 0;
   MatrixView out;  // [T, D] act
+  // Two phases: AttnResClosedParams::mixes of a call with the same bank, closed == live_block, rows, cols and mix_eps,
+  // and this site's place among that call's queries. Null: one pass.
+  const void* mixes = nullptr;
+  int32_t site = 0;
+  bool mixes_settled = false;  // the op before this was not that AttnResClosed
 };
+
+// Sites of one AttnResClosed call at most.
+constexpr int32_t kAttnResSites = 8;
+
+// The first of the two phases (spec C.2). The depth queries do not depend on activations, so the closed blocks are read
+// once and mixed for several sites that follow, as long as no further block is closed:
+//   s_j = sum_c bank[j][c] * rsqrt(mean(bank[j]^2) + mix_eps) * query[c],  j in [0, closed)
+//   top = max_j s_j;  sum = sum_j exp(s_j - top);  mix = sum_j exp(s_j - top) / sum * bank[j]
+// for each row and site. `mixes` is written and read by the backend alone: (top, sum) in fp32 and mix with the size of
+// act. F32 keeps mix as it is. BF16 keeps it as fp16 under a power of two for each row and site, so that it is rounded
+// by at most 2^-12 of itself (an eighth of a rounding to BF16), or 2^-28 of a bound of its largest element.
+struct AttnResClosedParams {
+  const void* bank = nullptr;  // as in AttnResMixParams
+  int64_t block_stride = 0;
+  int32_t closed = 0;                        // blocks to mix, from the bank's first
+  int64_t rows = 0;                          // T
+  int64_t cols = 0;                          // D
+  int32_t sites = 0;                         // in [1, kAttnResSites]
+  const float* queries[kAttnResSites] = {};  // host array of [D], the first `sites` set
+  float mix_eps = 0;
+  void* mixes = nullptr;  // AttnResMixesBytes, 256-byte aligned; owned by the caller, valid until its next use
+};
+
+// Bytes of AttnResClosedParams::mixes, whatever the number of sites.
+constexpr size_t AttnResMixesBytes(int64_t rows, int64_t cols, DType act) {
+  return static_cast<size_t>(kAttnResSites * rows) * (static_cast<size_t>(cols) * SizeOf(act) + 16);
+}
 
 enum class KdaGate : uint8_t {
   kBounded,   // g = lower_bound * sigmoid(exp(A_log) * z), in (lower_bound, 0): K3

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/attn_res_form.h"
 #include "kernels/core/dtype.h"
 #include "kernels/core/error.h"
 #include "kernels/core/tensor.h"
@@ -165,7 +166,15 @@ class Ops {
   virtual void SumSlots(const SumSlotsParams& params, Stream stream) = 0;
   virtual void RmsNorm(const RmsNormParams& params, Stream stream) = 0;
   virtual void AddRmsNorm(const AddRmsNormParams& params, Stream stream) = 0;
+  // How `sites` sites with the same `closed` >= 1 closed blocks are to be mixed: as measured (attn_res_form.h). Where a
+  // row's bits may not depend on what else runs, on the CPU and in batch-invariant mode, one form for any number of
+  // rows.
+  virtual AttnResForm ChooseAttnResForm(int64_t rows, int64_t cols, int32_t closed, int32_t sites) const {
+    static_cast<void>(rows), static_cast<void>(cols), static_cast<void>(closed), static_cast<void>(sites);
+    return AttnResForm::kOnePass;
+  }
   virtual void AttnResMix(const AttnResMixParams& params, Stream stream) = 0;
+  virtual void AttnResClosed(const AttnResClosedParams& params, Stream stream) = 0;
   virtual void Kda(const KdaParams& params, Stream stream) = 0;
   virtual void MlaAppend(const MlaAppendParams& params, Stream stream) = 0;
   virtual void MlaAttention(const MlaAttentionParams& params, Stream stream) = 0;

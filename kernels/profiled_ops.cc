@@ -158,7 +158,12 @@ void ProfiledOps::AddRmsNorm(const AddRmsNormParams& params, Stream stream) {
   Time("AddRmsNorm", stream, [&] { inner_->AddRmsNorm(params, stream); });
 }
 void ProfiledOps::AttnResMix(const AttnResMixParams& params, Stream stream) {
-  Time("AttnResMix", stream, [&] { inner_->AttnResMix(params, stream); });
+  // The two forms are told apart.
+  Time(params.mixes == nullptr ? "AttnResMix" : "AttnResMix phase 2", stream,
+       [&] { inner_->AttnResMix(params, stream); });
+}
+void ProfiledOps::AttnResClosed(const AttnResClosedParams& params, Stream stream) {
+  Time("AttnResClosed", stream, [&] { inner_->AttnResClosed(params, stream); });
 }
 void ProfiledOps::MlaAppend(const MlaAppendParams& params, Stream stream) {
   Time("MlaAppend", stream, [&] { inner_->MlaAppend(params, stream); });

@@ -61,6 +61,7 @@ class ProfiledOps final : public ForwardingOps {
   void RmsNorm(const RmsNormParams& params, Stream stream) override;
   void AddRmsNorm(const AddRmsNormParams& params, Stream stream) override;
   void AttnResMix(const AttnResMixParams& params, Stream stream) override;
+  void AttnResClosed(const AttnResClosedParams& params, Stream stream) override;
   void Kda(const KdaParams& params, Stream stream) override;
   void MlaAppend(const MlaAppendParams& params, Stream stream) override;
   void MlaAttention(const MlaAttentionParams& params, Stream stream) override;

@@ -11,6 +11,15 @@
 
 namespace k3 {
 
+Model::Model(const ModelConfig& config, const Weights& weights, Ops& ops, const ParallelContext& parallel)
+    : config_(config), weights_(weights), ops_(ops), parallel_(parallel) {
+  for (const LayerWeights& layer : weights.layers) {
+    mix_queries_.push_back(layer.attention_mix_query);
+    mix_queries_.push_back(layer.mlp_mix_query);
+  }
+  mix_queries_.push_back(weights.output_mix_query);
+}
+
 WorkspaceRanks Model::workspace_ranks() const {
   WorkspaceRanks ranks =
       WorkspaceRanks::Of({.tensor = parallel_.tensor_size(), .data = parallel_.data_size()}, parallel_.transport);
@@ -35,7 +44,7 @@ MatrixView Model::Forward(const SequenceBatch& batch, const int32_t* tokens, Wor
     return workspace.hidden.Rows(0, 0);
   }
 
-  BlockResidual residual(context, count);
+  BlockResidual residual(context, count, mix_queries_);
   const MatrixView hidden = workspace.hidden.Rows(0, count);
   const MatrixView out = workspace.sublayer_out.Rows(0, count);
   MatrixView delta;  // output of the sublayer before, not yet in the residual; absent before layer 0
@@ -55,7 +64,7 @@ MatrixView Model::Forward(const SequenceBatch& batch, const int32_t* tokens, Wor
   for (int32_t layer = 0; layer < config_.num_hidden_layers; ++layer) {
     const LayerWeights& weights = weights_.layers[layer];
 
-    residual.Next(delta, weights.attention_mix_query, weights.input_norm, hidden);
+    residual.Next(delta, weights.input_norm, hidden);
     residual.CloseBlock(layer);
     if (weights.kda != nullptr) {
       RunKdaLayer(context, *weights.kda, kda_layer++, hidden, out);
@@ -64,14 +73,14 @@ MatrixView Model::Forward(const SequenceBatch& batch, const int32_t* tokens, Wor
     }
     delta = out;
 
-    residual.Next(delta, weights.mlp_mix_query, weights.post_attention_norm, hidden);
+    residual.Next(delta, weights.post_attention_norm, hidden);
     if (weights.moe != nullptr) {
       RunMoeLayer(context, *weights.moe, moe_layer++, hidden, out);
     } else {
       RunMlpLayer(context, *weights.mlp, hidden, out);
     }
   }
-  residual.Next(delta, weights_.output_mix_query, weights_.final_norm, hidden);
+  residual.Next(delta, weights_.final_norm, hidden);
   return hidden;
 }
 

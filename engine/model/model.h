@@ -1,5 +1,7 @@
 #pragma once
 
+#include <vector>
+
 #include "engine/model/layer_context.h"
 #include "engine/model/weights.h"
 
@@ -9,8 +11,7 @@ namespace k3 {
 class Model {
  public:
   // `config` is the rank's share (RankConfig). With several ranks each of them makes the same calls.
-  Model(const ModelConfig& config, const Weights& weights, Ops& ops, const ParallelContext& parallel = {})
-      : config_(config), weights_(weights), ops_(ops), parallel_(parallel) {}
+  Model(const ModelConfig& config, const Weights& weights, Ops& ops, const ParallelContext& parallel = {});
 
   const ModelConfig& config() const { return config_; }
   const ParallelContext& parallel() const { return parallel_; }
@@ -32,6 +33,7 @@ class Model {
   const Weights& weights_;
   Ops& ops_;
   const ParallelContext parallel_;
+  std::vector<const float*> mix_queries_;  // of all sites in the order of BlockResidual
 };
 
 }  // namespace k3

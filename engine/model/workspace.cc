@@ -63,13 +63,25 @@ size_t Workspace::BankBytes(const ModelConfig& config, const StepBounds& bounds,
          SizeOf(activation);
 }
 
-size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, DType act, size_t scratch_bytes,
+size_t Workspace::ClosedMixesBytes(const ModelConfig& config, const StepBounds& bounds, DType activation,
+                                   const WorkspaceRanks& ranks,
+                                   const std::function<AttnResForm(int64_t rows, int32_t closed)>& choose) {
+  const int64_t rows = BankRows(bounds, ranks);
+  for (int32_t closed = 1; closed < config.num_residual_blocks(); ++closed) {
+    // More rows never go back to one pass.
+    if (choose(rows, closed) == AttnResForm::kTwoPhases) return AttnResMixesBytes(rows, config.hidden_size, activation);
+  }
+  return 0;
+}
+
+size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, DType act, const ScratchSizes& sizes,
                          const WorkspaceRanks& ranks, char* base) {
   const int64_t t = bounds.tokens;
   Carver carver(base);
   bank = carver.Take(BankBytes(c, bounds, act, ranks));
   bank_rows = BankRows(bounds, ranks);
   block_stride = bank_rows * c.hidden_size;
+  if (sizes.closed_mixes > 0) closed_mixes = carver.Take(sizes.closed_mixes);
   // Equal parts of a step's tokens may reach beyond the last token.
   const int64_t padded = bank_rows * ranks.tensor;
   hidden = carver.Matrix(padded, c.hidden_size, act);
@@ -117,14 +129,19 @@ size_t Workspace::Layout(const ModelConfig& c, const StepBounds& bounds, DType a
   logits = carver.Matrix(bounds.logits_rows, c.vocab_size, DType::kF32);
   if (ranks.tensor > 1) gathered_logits = carver.Matrix(bounds.logits_rows, c.vocab_size, DType::kF32);
 
-  scratch = carver.Take(scratch_bytes);
+  scratch = carver.Take(sizes.shared);
   return carver.used();
 }
 
-size_t Workspace::ScratchBytes(const ModelConfig& c, const StepBounds& bounds, const Ops& ops,
-                               const WorkspaceRanks& ranks) {
+ScratchSizes Workspace::ScratchBytes(const ModelConfig& c, const StepBounds& bounds, const Ops& ops,
+                                     const WorkspaceRanks& ranks) {
   const int64_t t = bounds.tokens;
-  size_t bytes = ops.SampleScratchBytes(bounds.logits_rows, c.vocab_size);
+  ScratchSizes sizes;
+  sizes.closed_mixes = ClosedMixesBytes(c, bounds, ops.activation_dtype(), ranks, [&](int64_t rows, int32_t closed) {
+    return ops.ChooseAttnResForm(rows, c.hidden_size, closed, kAttnResSites);
+  });
+  size_t& bytes = sizes.shared;
+  bytes = ops.SampleScratchBytes(bounds.logits_rows, c.vocab_size);
   if (c.num_kda_layers() > 0) {
     bytes = std::max(bytes, ops.KdaScratchBytes(t, bounds.sequences, c.kda_heads, c.kda_head_dim, c.conv_width));
   }
@@ -136,12 +153,12 @@ size_t Workspace::ScratchBytes(const ModelConfig& c, const StepBounds& bounds, c
     bytes = std::max(bytes, ops.MoeScratchBytes(t * ranks.data, c.num_experts_per_token, c.num_experts,
                                                 c.expert_width(), c.moe_intermediate_size));
   }
-  return bytes;
+  return sizes;
 }
 
-size_t Workspace::Bytes(const ModelConfig& config, const StepBounds& bounds, DType activation, size_t scratch_bytes,
-                        const WorkspaceRanks& ranks) {
-  return Workspace().Layout(config, bounds, activation, scratch_bytes, ranks, nullptr);
+size_t Workspace::Bytes(const ModelConfig& config, const StepBounds& bounds, DType activation,
+                        const ScratchSizes& scratch, const WorkspaceRanks& ranks) {
+  return Workspace().Layout(config, bounds, activation, scratch, ranks, nullptr);
 }
 
 size_t Workspace::Bytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops,

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "engine/model/model_config.h"
 #include "engine/model/parallel.h"
@@ -30,6 +31,12 @@ struct WorkspaceRanks {
   }
 };
 
+// Memory beside the matrices, in bytes: what the ops ask for.
+struct ScratchSizes {
+  size_t shared = 0;        // the largest of what Kda, MlaAttention, MoeExperts and Sample use one after the other
+  size_t closed_mixes = 0;  // AttnResMixesBytes where some step mixes attention residuals in two phases, else 0
+};
+
 // Every activation buffer of a step, in one device allocation made at start-up. One function (Layout in workspace.cc)
 // places the buffers and reports the total, so plan and allocation cannot disagree. Letters as in op_params.h; all
 // matrices are views of the full bounds, cut to the step's rows by the layers.
@@ -47,10 +54,14 @@ class Workspace {
   static size_t Bytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops,
                       const WorkspaceRanks& ranks = {});
   // The same where there is no device to ask for the size of the scratch memory.
-  static size_t Bytes(const ModelConfig& config, const StepBounds& bounds, DType activation, size_t scratch_bytes,
-                      const WorkspaceRanks& ranks = {});
-  static size_t ScratchBytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops,
-                             const WorkspaceRanks& ranks = {});
+  static size_t Bytes(const ModelConfig& config, const StepBounds& bounds, DType activation,
+                      const ScratchSizes& scratch, const WorkspaceRanks& ranks = {});
+  static ScratchSizes ScratchBytes(const ModelConfig& config, const StepBounds& bounds, const Ops& ops,
+                                   const WorkspaceRanks& ranks = {});
+  // ScratchSizes::closed_mixes, where `choose(rows, closed)` says how that many rows and closed blocks are mixed.
+  static size_t ClosedMixesBytes(const ModelConfig& config, const StepBounds& bounds, DType activation,
+                                 const WorkspaceRanks& ranks,
+                                 const std::function<AttnResForm(int64_t rows, int32_t closed)>& choose);
   // The residual bank's part of Bytes: blocks * ceil(T / tensor) * D elements.
   static size_t BankBytes(const ModelConfig& config, const StepBounds& bounds, DType activation,
                           const WorkspaceRanks& ranks = {});
@@ -60,6 +71,7 @@ class Workspace {
   void* bank = nullptr;             // [blocks][bank_rows, D] act, block-major; plain residuals: block 0 is the stream
   int64_t bank_rows = 0;            // T, or this rank's part of it
   int64_t block_stride = 0;         // elements
+  void* closed_mixes = nullptr;     // AttnResClosedParams::mixes for bank_rows, or null: always one pass
   MatrixView hidden;                // [T, D] normed input of a sublayer
   MatrixView sublayer_out;          // [T, D]
   MatrixView projected;             // [T, widest merged input product]
@@ -95,7 +107,7 @@ class Workspace {
   void* scratch = nullptr;  // shared by Kda, MlaAttention, MoeExperts and Sample
 
  private:
-  size_t Layout(const ModelConfig& config, const StepBounds& bounds, DType activation, size_t scratch_bytes,
+  size_t Layout(const ModelConfig& config, const StepBounds& bounds, DType activation, const ScratchSizes& sizes,
                 const WorkspaceRanks& ranks, char* base);
   Workspace() = default;
 

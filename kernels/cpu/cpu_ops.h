@@ -83,6 +83,7 @@ class CpuOps final : public Ops {
   void RmsNorm(const RmsNormParams& params, Stream stream) override;
   void AddRmsNorm(const AddRmsNormParams& params, Stream stream) override;
   void AttnResMix(const AttnResMixParams& params, Stream stream) override;
+  void AttnResClosed(const AttnResClosedParams& params, Stream stream) override;
   void Kda(const KdaParams& params, Stream stream) override;
   void MlaAppend(const MlaAppendParams& params, Stream stream) override;
   void MlaAttention(const MlaAttentionParams& params, Stream stream) override;

@@ -67,6 +67,12 @@ struct KernelTable {
   // One row of AttnResMix over `count` sources; `scores` holds count floats of scratch.
   void (*attn_res)(const float* const* sources, int count, const float* query, float mix_eps, const float* norm_weight,
                    float norm_eps, int64_t n, float* scores, float* out);
+  // One row and site of AttnResClosed over `count` sources, likewise.
+  void (*attn_res_closed)(const float* const* sources, int count, const float* query, float mix_eps, int64_t n,
+                          float* scores, float* mix, float* top, float* sum);
+  // One row of AttnResMix's second phase.
+  void (*attn_res_join)(const float* live, const float* mix, float top, float sum, const float* query, float mix_eps,
+                        const float* norm_weight, float norm_eps, int64_t n, float* out);
   void (*gated_activation)(const float* gate, const float* up, const ActivationSpec& spec, int64_t n, float* out);
   void (*sigmoid)(const float* x, int64_t n, float* out);
   void (*softmax)(const float* x, int64_t n, float* out);

@@ -69,19 +69,22 @@ inline void SoftmaxRow(const float* x, int64_t n, float* out) {
   }
 }
 
+// The score of one source: (source . query) / rms(source).
+inline float AttnResScore(const float* source, const float* query, float mix_eps, int64_t n) {
+  F32x16 dot[2] = {Zero(), Zero()}, squares[2] = {Zero(), Zero()};
+  for (int64_t i = 0, a = 0; i < n; i += 16, a ^= 1) {
+    const int64_t c = Lanes(n, i);
+    const F32x16 v = Load(source + i, c);
+    dot[a] = Fma(v, Load(query + i, c), dot[a]);
+    squares[a] = Fma(v, v, squares[a]);
+  }
+  return ReduceAdd(Add(dot[0], dot[1])) * InverseRms(ReduceAdd(Add(squares[0], squares[1])), n, mix_eps);
+}
+
 // Spec 3.2: score of a source = (source . query) / rms(source); sources mixed by softmax, then RMSNorm of the mix.
 inline void AttnResRow(const float* const* sources, int count, const float* query, float mix_eps,
                        const float* norm_weight, float norm_eps, int64_t n, float* scores, float* out) {
-  for (int j = 0; j < count; ++j) {
-    F32x16 dot[2] = {Zero(), Zero()}, squares[2] = {Zero(), Zero()};
-    for (int64_t i = 0, a = 0; i < n; i += 16, a ^= 1) {
-      const int64_t c = Lanes(n, i);
-      const F32x16 v = Load(sources[j] + i, c);
-      dot[a] = Fma(v, Load(query + i, c), dot[a]);
-      squares[a] = Fma(v, v, squares[a]);
-    }
-    scores[j] = ReduceAdd(Add(dot[0], dot[1])) * InverseRms(ReduceAdd(Add(squares[0], squares[1])), n, mix_eps);
-  }
+  for (int j = 0; j < count; ++j) scores[j] = AttnResScore(sources[j], query, mix_eps, n);
   SoftmaxRow(scores, count, scores);
   F32x16 squares = Zero();
   for (int64_t i = 0; i < n; i += 16) {
@@ -117,6 +120,46 @@ inline void SigmoidRow(const float* x, int64_t n, float* out) {
 
 inline void ExpRow(const float* x, int64_t n, float* out) {
   for (int64_t i = 0; i < n; i += 16) Store(out + i, Exp(Load(x + i, Lanes(n, i))), Lanes(n, i));
+}
+
+// The first phase for one site: the sources' mix without norm, its greatest score and the sum of exp(score - top).
+inline void AttnResClosedRow(const float* const* sources, int count, const float* query, float mix_eps, int64_t n,
+                             float* scores, float* mix, float* top, float* sum) {
+  for (int j = 0; j < count; ++j) scores[j] = AttnResScore(sources[j], query, mix_eps, n);
+  float most = scores[0];
+  for (int j = 1; j < count; ++j) most = scores[j] > most ? scores[j] : most;
+  for (int j = 0; j < count; ++j) scores[j] -= most;
+  ExpRow(scores, count, scores);
+  float total = 0;
+  for (int j = 0; j < count; ++j) total += scores[j];
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t c = Lanes(n, i);
+    F32x16 value = Zero();
+    for (int j = 0; j < count; ++j) value = Fma(Set(scores[j] / total), Load(sources[j] + i, c), value);
+    Store(mix + i, value, c);
+  }
+  *top = most;
+  *sum = total;
+}
+
+// The second: the live sum joins by a softmax of two, then RMSNorm.
+inline void AttnResJoinRow(const float* live, const float* mix, float top, float sum, const float* query, float mix_eps,
+                           const float* norm_weight, float norm_eps, int64_t n, float* out) {
+  const float score = AttnResScore(live, query, mix_eps, n);
+  const float most = score > top ? score : top;
+  float weights[2] = {top - most, score - most};
+  ExpRow(weights, 2, weights);
+  weights[0] *= sum;
+  const float total = weights[0] + weights[1];
+  const F32x16 closed = Set(weights[0] / total), own = Set(weights[1] / total);
+  F32x16 squares = Zero();
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t c = Lanes(n, i);
+    const F32x16 value = Fma(own, Load(live + i, c), Mul(closed, Load(mix + i, c)));
+    squares = Fma(value, value, squares);
+    Store(out + i, value, c);
+  }
+  ScaleRow(out, norm_weight, InverseRms(ReduceAdd(squares), n, norm_eps), n, out);
 }
 
 inline void WidenBf16Row(const uint16_t* x, int64_t n, float* out) {

@@ -77,7 +77,11 @@ void AttnResMix(const Device& device, const AttnResMixParams& params, cudaStream
   K3_REQUIRE(!params.restart || params.delta, "restart without delta");
   K3_REQUIRE_MATRIX(params.out, device.act, params.rows, params.cols);
   if (params.delta) K3_REQUIRE_MATRIX(params.delta, device.act, params.rows, params.cols);
+  K3_REQUIRE(params.mixes == nullptr || (params.live_block > 0 && params.site >= 0 && params.site < kAttnResSites),
+             "mixes need a closed block and a site in [0, " + std::to_string(kAttnResSites) + "), got live_block " +
+                 std::to_string(params.live_block) + ", site " + std::to_string(params.site));
   if (params.rows == 0) return;
+  if (params.mixes != nullptr) return AttnResJoin(device, params, queue);
   device.act == DType::kBF16 ? Mix<bf16>(params, queue) : Mix<float>(params, queue);
 }
 

@@ -314,8 +314,15 @@ void CudaOps::RmsNorm(const RmsNormParams& params, Stream stream) { cuda::RmsNor
 void CudaOps::AddRmsNorm(const AddRmsNormParams& params, Stream stream) {
   cuda::AddRmsNorm(device_, params, Queue(stream));
 }
+AttnResForm CudaOps::ChooseAttnResForm(int64_t rows, int64_t cols, int32_t closed, int32_t sites) const {
+  if (device_.batch_invariant || device_.act != DType::kBF16) return AttnResForm::kOnePass;
+  return MeasuredAttnResForm(rows, cols, closed, sites);
+}
 void CudaOps::AttnResMix(const AttnResMixParams& params, Stream stream) {
   cuda::AttnResMix(device_, params, Queue(stream));
+}
+void CudaOps::AttnResClosed(const AttnResClosedParams& params, Stream stream) {
+  cuda::AttnResClosed(device_, params, Queue(stream));
 }
 
 size_t CudaOps::SampleScratchBytes(int64_t, int64_t) const { return cuda::SampleScratchBytes(); }

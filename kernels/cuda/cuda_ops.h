@@ -76,7 +76,9 @@ class CudaOps final : public Ops {
   void SumSlots(const SumSlotsParams& params, Stream stream) override;
   void RmsNorm(const RmsNormParams& params, Stream stream) override;
   void AddRmsNorm(const AddRmsNormParams& params, Stream stream) override;
+  AttnResForm ChooseAttnResForm(int64_t rows, int64_t cols, int32_t closed, int32_t sites) const override;
   void AttnResMix(const AttnResMixParams& params, Stream stream) override;
+  void AttnResClosed(const AttnResClosedParams& params, Stream stream) override;
   void Kda(const KdaParams& params, Stream stream) override;
   void MlaAppend(const MlaAppendParams& params, Stream stream) override;
   void MlaAttention(const MlaAttentionParams& params, Stream stream) override;

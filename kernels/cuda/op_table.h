@@ -39,5 +39,8 @@ void Sample(const Device& device, const SampleParams& params, cudaStream_t queue
 void RmsNorm(const Device& device, const RmsNormParams& params, cudaStream_t queue);
 void AddRmsNorm(const Device& device, const AddRmsNormParams& params, cudaStream_t queue);
 void AttnResMix(const Device& device, const AttnResMixParams& params, cudaStream_t queue);
+void AttnResClosed(const Device& device, const AttnResClosedParams& params, cudaStream_t queue);
+// AttnResMix with mixes, which has checked the parameters.
+void AttnResJoin(const Device& device, const AttnResMixParams& params, cudaStream_t queue);
 
 }  // namespace k3::cuda

@@ -94,6 +94,10 @@ std::string PlanTable(const PlanSubject& subject, const MemoryRequest& request, 
   line("  workspace", absl::StrFormat("%s   steps of at most %d tokens%s", Gib(plan.workspace_bytes),
                                       plan.max_num_batched_tokens, plan.workspace_estimated ? ", estimated" : ""));
   line("  residual bank", Gib(plan.bank_bytes));
+  if (plan.closed_mix_bytes > 0) {
+    // Counted with the workspace.
+    line("    mixes of it", absl::StrCat(Gib(plan.closed_mix_bytes), "   in the workspace; ", AttnResFormText()));
+  }
   line("  state pool", absl::StrFormat("%s   %d live + %d snapshot slots of %s", Gib(plan.state_pool_bytes()),
                                        plan.state_slots, plan.snapshot_slots, Size(plan.slot_bytes)));
   line("  page pool", absl::StrFormat("%s   %d pages of %d tokens, %s each", Gib(plan.page_pool_bytes()),
@@ -134,6 +138,7 @@ std::string PlanJson(const PlanSubject& subject, const MemoryRequest& request, c
                       {"workspace_bytes", plan.workspace_bytes},
                       {"workspace_estimated", plan.workspace_estimated},
                       {"residual_bank_bytes", plan.bank_bytes},
+                      {"closed_mix_bytes", plan.closed_mix_bytes},
                       {"state_pool_bytes", plan.state_pool_bytes()},
                       {"page_pool_bytes", plan.page_pool_bytes()},
                       {"used_bytes", plan.used_bytes()},

@@ -478,6 +478,63 @@ void AttnRes(Bench& bench, int64_t rows) {
   bench.Report(name, seconds * 1e6, "us", seconds, bytes);
 }
 
+// Eight sites of one closed set, delta and norm included, in the form that is chosen; both forms are printed. Between
+// two sites of a set the others' data are touched, as a model's sublayers would.
+void AttnResSites(Bench& bench, int64_t rows, int32_t closed) {
+  const std::string name = "attn_res_sites/8x" + std::to_string(closed) + "x7168/" + std::to_string(rows);
+  if (!bench.Wants(name)) return;
+  Ops& ops = bench.ops();
+  Arena arena(ops);
+  const int64_t cols = 7168, each = rows * cols;
+  const int sets = Sets(static_cast<double>(each) * 2 * (closed + 1));
+  std::vector<AttnResClosedParams> groups(static_cast<size_t>(sets));
+  std::vector<AttnResMixParams> sites(static_cast<size_t>(sets));
+  const float* norm = arena.Vector(cols);
+  const MatrixView out = arena.Matrix(rows, cols);
+  std::vector<const float*> queries;
+  for (int i = 0; i < kAttnResSites; ++i) queries.push_back(arena.Vector(cols, 0.02f));
+  for (int i = 0; i < sets; ++i) {
+    AttnResClosedParams& group = groups[static_cast<size_t>(i)];
+    void* bank = arena.Matrix((closed + 1) * rows, cols).data;
+    group.bank = bank;
+    group.block_stride = each;
+    group.closed = closed;
+    group.rows = rows;
+    group.cols = cols;
+    group.sites = kAttnResSites;
+    std::copy(queries.begin(), queries.end(), group.queries);
+    group.mix_eps = 1e-5f;
+    group.mixes = arena.Bytes(static_cast<int64_t>(AttnResMixesBytes(rows, cols, DType::kBF16)));
+    AttnResMixParams& site = sites[static_cast<size_t>(i)];
+    site.bank = bank;
+    site.block_stride = each;
+    site.live_block = closed;
+    site.rows = rows;
+    site.cols = cols;
+    site.delta = arena.Matrix(rows, cols, 1e-2f);
+    site.mix_eps = site.norm_eps = 1e-5f;
+    site.norm_weight = norm;
+    site.out = out;
+  }
+  const auto mix = [&](int i, bool two_phases) {
+    AttnResMixParams site = sites[static_cast<size_t>(i % sets)];
+    site.site = i / sets;
+    site.query = queries[static_cast<size_t>(site.site)];
+    if (two_phases) site.mixes = groups[static_cast<size_t>(i % sets)].mixes;
+    site.mixes_settled = i > 0;
+    ops.AttnResMix(site, ops.stream());
+  };
+  const double one = kAttnResSites * bench.Time(kAttnResSites * sets, [&](int i) { mix(i, false); });
+  const double two = (1 + kAttnResSites) * bench.Time((1 + kAttnResSites) * sets, [&](int i) {
+    if (i < sets) return ops.AttnResClosed(groups[static_cast<size_t>(i)], ops.stream());
+    mix(i - sets, true);
+  });
+  const bool chosen = ops.ChooseAttnResForm(rows, cols, closed, kAttnResSites) == AttnResForm::kTwoPhases;
+  std::printf("  %-40s one pass %.1f us, two phases %.1f us\n", name.c_str(), one * 1e6, two * 1e6);
+  const int vectors = chosen ? closed + kAttnResSites + kAttnResSites * 5 : kAttnResSites * (closed + 4);
+  bench.Report(name, (chosen ? two : one) * 1e6, "us", chosen ? two : one, static_cast<double>(each) * 2 * vectors);
+}
+
 void AddRmsNorm(Bench& bench) {
   const std::string name = "add_rmsnorm/8192x7168";
   if (!bench.Wants(name)) return;
@@ -671,6 +728,10 @@ int Main(int argc, char** argv) {
   MoeCases(bench, {"moe_bf16/kl", 256, 8, 2304, 1024, false}, {1, 8, 64, 256, 8192});
   MoeCases(bench, {"moe_mxfp4/k3ep8", 112, 16, 3584, 3072, true}, {64, 8192});
   for (int64_t rows : {1, 128, 8192}) AttnRes(bench, rows);
+  if (bench.Wants("attn_res_sites")) std::printf("  %s\n", AttnResFormText().c_str());
+  for (int64_t rows : {128, 256, 1024, 8192}) {
+    for (int32_t closed : {2, 4, 8}) AttnResSites(bench, rows, closed);
+  }
   AddRmsNorm(bench);
   for (int64_t rows : {128, 1}) Sample(bench, rows);
   for (int64_t rows : {1, 16, 64}) {

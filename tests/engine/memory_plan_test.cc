@@ -6,6 +6,7 @@
 #include "tests/testing/checkpoint_writer.h"
 #include "tests/testing/paths.h"
 #include "tests/testing/temp_dir.h"
+#include "tests/testing/two_phase_ops.h"
 
 namespace k3 {
 namespace {
@@ -216,6 +217,17 @@ TEST(MemoryPlanTest, TinyK3OnTheCpu) {
                                                         Executor::StagingBytes(config.vocab_size, plan.bounds, 64, {}));
   EXPECT_LE(plan.page_pool_bytes() + plan.state_pool_bytes(), 4 * kGiB);
   EXPECT_GE(plan.state_slots, 64);
+
+  EXPECT_EQ(plan.closed_mix_bytes, 0u);
+
+  // The mixes of two phases belong to the workspace.
+  const testing::TwoPhaseOps two_phases(MakeCpuOps());
+  request.ops = &two_phases;
+  const MemoryPlan mixes = Plan(config, request);
+  ExpectSound(mixes, request);
+  EXPECT_EQ(mixes.closed_mix_bytes, AttnResMixesBytes(plan.max_num_batched_tokens, config.hidden_size, DType::kF32));
+  EXPECT_EQ(mixes.workspace_bytes, plan.workspace_bytes + mixes.closed_mix_bytes);
+  request.ops = ops.get();
 
   // Half of what a small machine has left.
   request.memory_bytes = kGiB;

@@ -62,6 +62,17 @@ TEST_P(LayoutTest, GivesTheLogitsOfOneRank) {
   }
 }
 
+// Every rank mixes its own part of the tokens in groups of sites.
+TEST_P(LayoutTest, GivesTheLogitsOfOneRankInTwoPhases) {
+  const Case& c = GetParam();
+  const SequenceLogits one = Run({}, 0, kTokens);
+  const auto ranks = LoadRanks(dir_, {.tensor = c.tensor, .data = c.data}, ExpertTransport::kAllGather, true);
+  for (const int64_t chunk : {int64_t{kTokens}, int64_t{13}}) {
+    const SequenceLogits many = RunSequence(*ranks, c.data - 1, SomeTokens(3, kTokens, ranks->vocab_size()), chunk);
+    EXPECT_LE(RelativeError(many.logits, one.logits), kTolerance) << "chunk " << chunk;
+  }
+}
+
 // The same tree over the groups of experts, cut at different heights: nothing else depends on the number of groups.
 TEST_P(LayoutTest, GroupsGiveTheBitsOfOneGroupWithTheFixedTree) {
   const Case& c = GetParam();

@@ -11,6 +11,7 @@
 #include "engine/model/sequence_runner.h"
 #include "kernels/core/check.h"
 #include "tests/testing/checkpoint_writer.h"
+#include "tests/testing/two_phase_ops.h"
 
 namespace k3::testing {
 namespace {
@@ -32,11 +33,16 @@ class RecordingProbe : public RoutingProbe {
 
 }  // namespace
 
-std::unique_ptr<RankGroup> LoadRanks(const std::string& dir, const ParallelLayout& layout, ExpertTransport transport) {
+std::unique_ptr<RankGroup> LoadRanks(const std::string& dir, const ParallelLayout& layout, ExpertTransport transport,
+                                     bool two_phases) {
   RankGroup::Options options;
   options.layout = layout;
   options.transport = transport;
-  options.make_ops = [](int) { return MakeCpuOps({.threads = 1}); };
+  options.make_ops = [two_phases](int) -> std::unique_ptr<Ops> {
+    auto ops = MakeCpuOps({.threads = 1});
+    if (two_phases) return std::make_unique<TwoPhaseOps>(std::move(ops));
+    return ops;
+  };
   auto ranks = RankGroup::Create(std::move(options));
   if (!ranks.ok()) ADD_FAILURE() << ranks.status();
   const auto config = LoadModelConfig(dir);

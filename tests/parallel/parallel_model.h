@@ -9,9 +9,9 @@
 
 namespace k3::testing {
 
-// All ranks of a model on the CPU, as threads.
+// All ranks of a model on the CPU, as threads. `two_phases`: they mix attention residuals as TwoPhaseOps.
 std::unique_ptr<RankGroup> LoadRanks(const std::string& dir, const ParallelLayout& layout,
-                                     ExpertTransport transport = ExpertTransport::kAllGather);
+                                     ExpertTransport transport = ExpertTransport::kAllGather, bool two_phases = false);
 
 // 8 heads, 32 experts, and widths that divide by up to 8; 8 layers of both kinds, attention residuals, MXFP4 experts.
 ModelConfig WideK3Config();

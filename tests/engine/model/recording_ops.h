@@ -157,6 +157,7 @@ class RecordingOps : public Ops {
   void RmsNorm(const RmsNormParams&, Stream) override { Unused(); }
   void AddRmsNorm(const AddRmsNormParams&, Stream) override { Unused(); }
   void AttnResMix(const AttnResMixParams&, Stream) override { Unused(); }
+  void AttnResClosed(const AttnResClosedParams&, Stream) override { Unused(); }
   void Kda(const KdaParams&, Stream) override { Unused(); }
   void MlaAppend(const MlaAppendParams&, Stream) override { Unused(); }
   void MlaAttention(const MlaAttentionParams&, Stream) override { Unused(); }

@@ -69,6 +69,7 @@ TEST(PlanTest, KimiK3FromItsConfigAlone) {
 //   decay, attention output 2 x 8192 x 1536 x 2; q latent 8192 x 1536 x 2, q 8192 x 2304 x 2            113,246,208
 //   latent in and out 2 x 8192 x 3584 x 2, router 8192 x 896 x 4, ids and weights 2 x 8192 x 16 x 4     147,849,216
 //   both groups' latents in and out 2 x 16,384 x 3584 x 2, ids and weights 2 x 16,384 x 16 x 4          236,978,176
+//   mixes of the residual bank for 8 sites 8 x 1024 x (7168 x 2 + 16)                                   117,571,584
 //   head 128 x 7168 x 2, logits and gathered logits 2 x 128 x 163,840 x 4                               169,607,168
 //   scratch: 16,384 x 16 picks, an eighth of them here, of 6 x 3584 + 4 x 3072 bytes                  1,107,296,256
 //   staging for 8192 + 128 x 128 = 24,576 rows: in 8192 x 16 + 128 x (16,384 x 4 + 256) + rows x 60 + 64 Ki, and edits
@@ -87,35 +88,35 @@ TEST(PlanTest, KimiK3OnSixteenH200s) {
        2,
        experts + 4697620480 / 8 + 102040750592 / 8 + 6771169792,
        69 * (6291456 + 221184) / 8,
-       2280611840,
+       2398183424,
        int64_t{9} * 1024 * 7168 * 2,
-       // Pools: 134,325,102,182 - 110,516,970,304 - 2,280,611,840 - 132,120,576 = 21,395,399,462 bytes. 40 % hold 152
-       // slots, 128 sequences need no more; 15 % 57 snapshots; 11,003,668,262 are left, 6218 pages: 48 sequences of
+       // Pools: 134,325,102,182 - 110,516,970,304 - 2,398,183,424 - 132,120,576 = 21,277,827,878 bytes. 40 % hold 151
+       // slots, 128 sequences need no more; 15 % 56 snapshots; 10,942,268,198 are left, 6183 pages: 48 sequences of
        // 128 pages or 3 of 2048 in each of two groups.
        128,
-       57,
-       6218,
+       56,
+       6183,
        96,
        6,
-       {"weights", "102.93 GiB", "84.19 GiB", "560.000 MiB", "2.12 GiB   steps of at most 8192 tokens", "0.12 GiB",
-        "128 live + 57 snapshot slots of 53.569 MiB", "6218 pages of 64 tokens, 1.688 MiB each", "of 125.10 GiB"}},
+       {"weights", "102.93 GiB", "84.19 GiB", "560.000 MiB", "2.23 GiB   steps of at most 8192 tokens", "0.12 GiB",
+        "128 live + 56 snapshot slots of 53.569 MiB", "6183 pages of 64 tokens, 1.688 MiB each", "of 125.10 GiB"}},
       // 6 heads a rank, 256 sequences, one group: no gathered tokens, half of the widths, twice the logits:
       //   242,221,056 + 103,809,024 + 69,206,016 + 147,849,216 + 339,214,336 + scratch 553,648,128 + staging
-      //   77,488,128.
+      //   77,488,128 + mixes of the bank 58,785,792.
       {16,
        1,
        experts + 4697620480 / 16 + 102040750592 / 16 + 6771169792,
        69 * (6291456 + 221184) / 16,
-       1533435904,
+       1592221696,
        int64_t{9} * 512 * 7168 * 2,
-       // 28,879,783,878 for pools: 256 slots, 154 snapshots, 17,364,622,278 bytes of pages: 76 x 128 or 4 x 2048.
+       // 28,820,998,086 for pools: 256 slots, 153 snapshots, 17,333,922,246 bytes of pages: 76 x 128 or 4 x 2048.
        256,
-       154,
-       9813,
+       153,
+       9796,
        76,
        4,
-       {"96.71 GiB", "84.19 GiB", "280.000 MiB", "1.43 GiB   steps of at most 8192 tokens", "0.06 GiB",
-        "256 live + 154 snapshot slots of 26.785 MiB", "9813 pages of 64 tokens, 1.688 MiB each", "of 125.10 GiB"}}};
+       {"96.71 GiB", "84.19 GiB", "280.000 MiB", "1.48 GiB   steps of at most 8192 tokens", "0.06 GiB",
+        "256 live + 153 snapshot slots of 26.785 MiB", "9796 pages of 64 tokens, 1.688 MiB each", "of 125.10 GiB"}}};
   for (const Golden& golden : goldens) {
     SCOPED_TRACE(std::to_string(golden.tensor) + "x" + std::to_string(golden.data));
     std::vector<std::string> args = {Model("kimi-k3"),
@@ -134,6 +135,8 @@ TEST(PlanTest, KimiK3OnSixteenH200s) {
     EXPECT_EQ(rank["state_slot_bytes"], golden.state_slot);
     EXPECT_EQ(rank["page_bytes"], 1769472);
     EXPECT_EQ(rank["residual_bank_bytes"], golden.bank);
+    EXPECT_EQ(rank["closed_mix_bytes"], int64_t{8} * (golden.bank / (9 * 7168 * 2)) * (7168 * 2 + 16));
+    EXPECT_THAT(table.out.str(), HasSubstr(AttnResFormText()));
     EXPECT_EQ(rank["budget_bytes"], 134325102182);
     // What follows holds where there is no device to ask for the size of its kernels' scratch memory.
     if (!rank["workspace_estimated"]) continue;
