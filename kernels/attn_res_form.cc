@@ -6,18 +6,19 @@ namespace {
 constexpr int64_t kMeasuredCols = 7168;
 constexpr int32_t kMostClosed = 8;  // of the fast kernel
 
-constexpr AttnResFormEntry kTable[] = {{4, 1024}, {6, 128}};
+constexpr AttnResFormEntry kTable[] = {{4, 256, 8}, {7, 128, 6}};
 
 }  // namespace
 
 std::span<const AttnResFormEntry> AttnResFormTable() { return kTable; }
 
 AttnResForm MeasuredAttnResForm(int64_t rows, int64_t cols, int32_t closed, int32_t sites) {
-  if (sites < kAttnResFormSites || closed > kMostClosed || cols > kMeasuredCols) return AttnResForm::kOnePass;
+  if (closed > kMostClosed || cols > kMeasuredCols || 2 * cols <= kMeasuredCols) return AttnResForm::kOnePass;
   AttnResForm form = AttnResForm::kOnePass;
   for (const AttnResFormEntry& entry : kTable) {
     if (closed < entry.closed) break;
-    form = rows * cols >= entry.least_rows * kMeasuredCols ? AttnResForm::kTwoPhases : AttnResForm::kOnePass;
+    const bool enough = rows * cols >= entry.least_rows * kMeasuredCols && sites >= entry.least_sites;
+    form = enough ? AttnResForm::kTwoPhases : AttnResForm::kOnePass;
   }
   return form;
 }
@@ -34,7 +35,8 @@ std::string AttnResFormText() {
   for (const AttnResFormEntry& entry : kTable) {
     line(entry.closed - 1);
     from = entry.closed;
-    form = "two phases from " + std::to_string(entry.least_rows) + " rows on";
+    form = "two phases from " + std::to_string(entry.least_rows) + " rows and " + std::to_string(entry.least_sites) +
+           " sites on";
   }
   line(kMostClosed);
   return text;

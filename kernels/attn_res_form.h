@@ -9,20 +9,21 @@ namespace k3 {
 // Attention residuals either read all sources at every site, or the closed blocks once for several sites (op_params.h).
 enum class AttnResForm : uint8_t { kOnePass, kTwoPhases };
 
-// Two phases are faster with `closed` or more closed blocks (up to the next entry's) from `least_rows` rows on.
+// With `closed` or more closed blocks, up to the next entry's, two phases are faster from `least_rows` rows and
+// `least_sites` sites on.
 struct AttnResFormEntry {
   int32_t closed;
   int64_t least_rows;
+  int32_t least_sites;
 };
 
-// Measured on an H200 with D = 7168 and eight sites of one closed set, in bf16; ascending in `closed`.
+// Measured in bf16 on an H200 with D = 7168, by cuda_bench --only attn_res_sites; ascending in `closed`.
 std::span<const AttnResFormEntry> AttnResFormTable();
 
-// What the table says. Wider sums of fewer rows move the same bytes, so rows count by their width; fewer sites than
-// kAttnResFormSites, closed blocks beyond what the fast kernel takes, and narrow rows are not worth a first phase.
-// Never one pass for more rows where fewer take two phases.
+// What the table says; rows count by their width. One pass where nothing was measured: rows of at most half that width,
+// or more columns or closed blocks than the fast kernel takes. Never one pass for more rows, or more sites, where fewer
+// take two phases.
 AttnResForm MeasuredAttnResForm(int64_t rows, int64_t cols, int32_t closed, int32_t sites);
-constexpr int32_t kAttnResFormSites = 6;
 
 // The table as one line of text, without a newline.
 std::string AttnResFormText();

@@ -48,7 +48,7 @@ void Closed(const AttnResClosedParams& params, cudaStream_t queue) {
       shape.shared = AttnResClosedBytes(threads);
       shape.cluster = kClosedBlocks;
       shape.early = true;
-      return Launch(&AttnResClosedKernel<32, 3, 1>, shape, queue, "AttnResClosed", args);
+      return Launch(&AttnResClosedKernel, shape, queue, "AttnResClosed", args);
     }
   }
   shape.grid = dim3(static_cast<unsigned>(params.rows));
@@ -62,7 +62,6 @@ void Join(const AttnResMixParams& params, cudaStream_t queue) {
   AttnResSiteArgs<T> args;
   args.mix = MixesIn<T>(params.mixes) + params.site * params.rows * params.cols;
   args.part = PartsIn<T>(params.mixes, params.rows, params.cols) + params.site * params.rows;
-  args.settled = params.mixes_settled;
   args.live = static_cast<T*>(params.bank) + params.live_block * params.block_stride;
   args.cols = static_cast<int>(params.cols);
   args.delta = AsMatrix<const T>(params.delta);
@@ -82,7 +81,9 @@ void Join(const AttnResMixParams& params, cudaStream_t queue) {
       shape.block = dim3(static_cast<unsigned>(RoundUp(CeilDiv(params.cols, 16), 32)));
       shape.shared = sizeof(AttnResSiteShared);
       shape.early = true;
-      return Launch(&AttnResSiteKernel<kSiteThreads, 2>, shape, queue, "AttnResMix", args);
+      return Launch(
+          params.mixes_settled ? &AttnResSiteKernel<kSiteThreads, 2, true> : &AttnResSiteKernel<kSiteThreads, 2, false>,
+          shape, queue, "AttnResMix", args);
     }
   }
   shape.block = dim3(kAnyThreads);

@@ -42,7 +42,6 @@ template <typename T>
 struct AttnResSiteArgs {
   const MixElement<T>* mix;  // [rows, cols] of this site
   const MixPart* part;       // [rows]
-  bool settled;              // mix and part are older than the launch before
   T* live;                   // [rows, cols]
   int cols;
   Matrix<const T> delta;
@@ -100,8 +99,7 @@ __device__ __forceinline__ float AttnResClosedWeight(float score, float norm, bo
 //   scores [2 rows x 8 sources, 8 sites] = sources x queries, the queries as three bf16 terms, so as exact as fp32;
 //   mix [16 columns, 8 sites] = sources^T x weights, as two bf16 terms one after the other in k.
 // No product mixes two rows: what one holds, NaN too, is nothing to the other.
-template <int kReady, int kResident, int kSums>
-__global__ void __launch_bounds__(kClosedThreads, kResident)
+__global__ void __launch_bounds__(kClosedThreads, 3)
     AttnResClosedKernel(const __grid_constant__ AttnResClosedArgs<bf16> args) {
   AttnResClosedShared& s = *DynamicShared<AttnResClosedShared>();
   bf16* tile = reinterpret_cast<bf16*>(&s + 1);
@@ -126,9 +124,9 @@ __global__ void __launch_bounds__(kClosedThreads, kResident)
     const bool valid = g < args.sites && from + 8 * k + 2 * t < args.cols;
     return valid ? *reinterpret_cast<const float2*>(query_line + 8 * k) : float2{};
   };
-  float2 query[kReady];
+  float2 query[32];
 #pragma unroll
-  for (int k = 0; k < kReady; ++k) query[k] = load_query(k);
+  for (int k = 0; k < 32; ++k) query[k] = load_query(k);
   GridDependencyWait();
   GridDependencyRelease();
   const int column = from + lane * 8;
@@ -147,29 +145,23 @@ __global__ void __launch_bounds__(kClosedThreads, kResident)
   // Rows beyond the closed blocks stand for the last of them and get no weight.
   const int mine = min(lane % 8, args.closed - 1);
   const bf16* rows16 = tile + (lane / 8 % 2 * kClosedSources + mine) * pitch + first + lane / 16 * 8;
-  float score[kSums][4] = {}, own[2][4] = {};
+  float score[4] = {}, own[2][4] = {};
 #pragma unroll
   for (int k = 0; k < 16; ++k) {
     uint32_t a[4];
     LoadMatrix4(a, rows16 + 16 * k);
     MmaBf16(own[0], a, a[0], a[2]);
     MmaBf16(own[1], a, a[1], a[3]);
-    float2 low = 2 * k < kReady ? query[2 * k] : load_query(2 * k);
-    float2 high = 2 * k < kReady ? query[2 * k + 1] : load_query(2 * k + 1);
+    float2 low = query[2 * k], high = query[2 * k + 1];
 #pragma unroll
     for (int term = 0; term < 3; ++term) {
       const uint32_t b0 = PackBf16(low.x, low.y), b1 = PackBf16(high.x, high.y);
-      MmaBf16(score[term % kSums], a, b0, b1);
+      MmaBf16(score, a, b0, b1);
       low.x -= LowBf16(b0), low.y -= HighBf16(b0);
       high.x -= LowBf16(b1), high.y -= HighBf16(b1);
     }
   }
-#pragma unroll
-  for (int other = 1; other < kSums; ++other) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) score[0][i] += score[other][i];
-  }
-  s.score[warp][lane] = make_float4(score[0][0], score[0][1], score[0][2], score[0][3]);
+  s.score[warp][lane] = make_float4(score[0], score[1], score[2], score[3]);
   if (t == g / 2) {
     s.square[g][warp] = g % 2 == 0 ? own[0][0] : own[0][1];
     s.square[kClosedSources + g][warp] = g % 2 == 0 ? own[1][2] : own[1][3];
@@ -261,8 +253,9 @@ struct AttnResSiteShared {
   alignas(16) float square[32];
 };
 
-// A row for a block of threads that have kPacks packs of 8 columns each.
-template <int kThreads, int kPacks>
+// A row for a block of threads that have kPacks packs of 8 columns each. kSettled: the mix is older than the launch
+// before this, so that it can be loaded while that runs. The same bits.
+template <int kThreads, int kPacks, bool kSettled>
 __global__ void __launch_bounds__(kThreads, kAttnResThreads / kThreads) AttnResSiteKernel(AttnResSiteArgs<bf16> args) {
   AttnResSiteShared& s = *DynamicShared<AttnResSiteShared>();
   const int64_t row = blockIdx.x;
@@ -284,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, kAttnResThreads / kThreads) AttnResS
       mix[p].words = *reinterpret_cast<const uint4*>(args.mix + row * args.cols + column[p]);
     }
   };
-  if (args.settled) load_mix();
+  if constexpr (kSettled) load_mix();
   GridDependencyWait();
   GridDependencyRelease();
 #pragma unroll
@@ -292,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, kAttnResThreads / kThreads) AttnResS
     live[p] = LoadHeld(args.live + row * args.cols + column[p]);
     if (args.delta.data != nullptr) delta[p] = LoadHeld(args.delta.Row(row) + column[p]);
   }
-  if (!args.settled) load_mix();
+  if constexpr (!kSettled) load_mix();
   const MixPart part = args.part[row];
   float sums[4] = {};
 #pragma unroll

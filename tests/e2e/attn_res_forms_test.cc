@@ -32,7 +32,10 @@ void ExpectGolden(Ops& ops, double tolerance, bool golden_routing, std::initiali
     std::vector<float> whole;
     for (int64_t chunk : chunks) {
       SCOPED_TRACE(chunk);
-      const auto result = CheckGolden(model, ops, prompt, {.chunk = chunk, .golden_routing = golden_routing});
+      GoldenCheckOptions options;
+      options.chunk = chunk;
+      options.golden_routing = golden_routing;
+      const auto result = CheckGolden(model, ops, prompt, options);
       ASSERT_TRUE(result.ok()) << result.status();
       EXPECT_LE(result->rel_error, tolerance);
       if (!same_bits) continue;

@@ -238,7 +238,11 @@ class AttnResPhasesTest : public OpTest {
       mix.mix_eps = mix.norm_eps = 1e-5f;
       mix.norm_weight = norm.data();
       mix.out = out;
-      if (two_phases) mix.mixes = mixes.data(), mix.site = s;
+      if (two_phases) {
+        mix.mixes = mixes.data();
+        mix.site = s;
+        mix.mixes_settled = s > 0;
+      }
       ops().AttnResMix(mix, ops().stream());
       std::vector<uint8_t> after = bank.Download();
       const size_t live = static_cast<size_t>(shape.closed * stride) * SizeOf(act());
@@ -458,7 +462,9 @@ TEST_P(AttnResPhasesTest, TheChoiceIsMonotonic) {
       AttnResForm last = first;
       for (int64_t rows : {2, 31, 32, 33, 64, 127, 128, 129, 256, 512, 1024, 2048, 8192, 65536}) {
         const AttnResForm form = ops().ChooseAttnResForm(rows, 7168, closed, sites);
-        if (batch_invariant()) EXPECT_EQ(form, first) << rows << " rows, " << closed << " closed";
+        if (batch_invariant()) {
+          EXPECT_EQ(form, first) << rows << " rows, " << closed << " closed";
+        }
         EXPECT_GE(form, last) << rows << " rows, " << closed << " closed";
         last = form;
       }
@@ -471,9 +477,10 @@ TEST(AttnResFormTest, TheTableIsWhatIsChosen) {
   for (const AttnResFormEntry& entry : AttnResFormTable()) {
     EXPECT_GT(entry.closed, closed_before);
     closed_before = entry.closed;
-    EXPECT_EQ(MeasuredAttnResForm(entry.least_rows, 7168, entry.closed, 8), AttnResForm::kTwoPhases);
-    EXPECT_EQ(MeasuredAttnResForm(entry.least_rows - 1, 7168, entry.closed, 8), AttnResForm::kOnePass);
-    EXPECT_EQ(MeasuredAttnResForm(1 << 20, 7168, entry.closed, kAttnResFormSites - 1), AttnResForm::kOnePass);
+    const auto form = [&](int64_t rows, int32_t sites) { return MeasuredAttnResForm(rows, 7168, entry.closed, sites); };
+    EXPECT_EQ(form(entry.least_rows, entry.least_sites), AttnResForm::kTwoPhases);
+    EXPECT_EQ(form(entry.least_rows - 1, kAttnResSites), AttnResForm::kOnePass);
+    EXPECT_EQ(form(1 << 20, entry.least_sites - 1), AttnResForm::kOnePass);
     EXPECT_NE(AttnResFormText().find("two phases from " + std::to_string(entry.least_rows) + " rows"),
               std::string::npos);
   }
@@ -481,6 +488,7 @@ TEST(AttnResFormTest, TheTableIsWhatIsChosen) {
   EXPECT_EQ(MeasuredAttnResForm(8192, 7168, 8, 8), AttnResForm::kTwoPhases);   // a prompt
   EXPECT_EQ(MeasuredAttnResForm(8192, 7168, 9, 8), AttnResForm::kOnePass);     // not the fast kernel's
   EXPECT_EQ(MeasuredAttnResForm(1 << 20, 8192, 8, 8), AttnResForm::kOnePass);  // likewise
+  EXPECT_EQ(MeasuredAttnResForm(1 << 20, 2304, 8, 8), AttnResForm::kOnePass);  // not measured
 }
 
 }  // namespace
