@@ -93,7 +93,7 @@ void Scheduler::StopChoiceNow(RequestId id, int32_t choice, Clock::time_point no
 void Scheduler::FailAll(const absl::Status& why, Clock::time_point now) {
   committed_ = planned_;
   deferred_.clear();
-  for (Rank& rank : ranks_) rank.cache.StepDone();
+  for (Rank& rank : ranks_) rank.cache.LetGoOfRestores();
   std::vector<RequestId> ids;
   for (const auto& [id, live] : requests_) ids.push_back(id);
   std::sort(ids.begin(), ids.end());

@@ -19,7 +19,7 @@ void Scheduler::CommitStep(const StepPlan& plan, const StepResult& result, Clock
     const size_t rows = step.rows.size();
     K3_CHECK(result.ranks[r].token.size() >= rows && result.ranks[r].status.size() >= rows &&
              result.ranks[r].logprob.size() >= rows);
-    rank.cache.StepDone();
+    rank.cache.LetGoOfRestores();
     if (result.ranks[r].routing.updated != 0) NoteRouting(rank, result.ranks[r].routing);
     for (const Scheduled& entry : step.scheduled) CommitSequence(rank, entry, plan.ranks[r], result.ranks[r], now);
   }

@@ -17,6 +17,9 @@ constexpr int64_t kReservedTableEntries = int64_t{4} << 20;
 
 bool Scheduler::PlanStep(Clock::time_point now, StepPlan* plan) {
   K3_CHECK(!step_open() || CanPlanAhead());
+  // What an open step restores from may go: it is overwritten by this step or a later one. A deadline may be what lets
+  // it go, and an eviction of this step what takes it.
+  for (Rank& rank : ranks_) rank.cache.LetGoOfRestores();
   ExpireDeadlines(now);
   BuryDead();
   if (plan->ranks.size() != ranks_.size()) {

@@ -189,7 +189,7 @@ void CacheManager::Publish(const PrefixKey& key, int32_t pages, uint64_t publish
   std::erase_if(lease->snapshots, [](const PendingSnapshot& snapshot) { return snapshot.taken; });
 }
 
-void CacheManager::StepDone() {
+void CacheManager::LetGoOfRestores() {
   for (StateSlot slot : pinned_) cache_.Unpin(slot);
   pinned_.clear();
 }

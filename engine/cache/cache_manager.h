@@ -74,8 +74,8 @@ class CacheManager {
   // snapshot whose fingerprint is not that of these tokens is dropped and counted.
   PrefixMatch Match(const PrefixKey& key, int32_t limit);
 
-  // Starts a lease: a live slot and the resumed pages. The snapshot is pinned until StepDone. The caller has checked
-  // live_free() and zeroes or restores the slot in this step.
+  // Starts a lease: a live slot and the resumed pages. The snapshot is pinned until LetGoOfRestores. The caller
+  // has checked live_free() and zeroes or restores the slot in this step.
   void Acquire(const PrefixMatch& match, CacheLease* lease);
   // Adds private pages, evicting cached ones as needed, until the lease covers `tokens`. Returns the tokens covered,
   // which are fewer when no page is left.
@@ -89,9 +89,9 @@ class CacheManager {
   // Links pages [published, pages) into the cache, with the snapshots that lie there. A page that is already cached is
   // taken over and the own copy freed. `publisher` is the request.
   void Publish(const PrefixKey& key, int32_t pages, uint64_t publisher, CacheLease* lease);
-  // The step has run: its restores are over and its snapshots written. What was pinned for a step planned since is let
-  // go too: from now on it can only be overwritten by steps that run after that one.
-  void StepDone();
+  // The step that restores from what is pinned is planned, or has run: from now on its snapshots can only be
+  // overwritten by steps that run after it.
+  void LetGoOfRestores();
   // Those at positions up to `computed`.
   void SnapshotsTaken(CacheLease* lease, int32_t computed = std::numeric_limits<int32_t>::max());
 

@@ -123,5 +123,29 @@ TEST(SchedulerCacheTest, VerifiesTheShareThatIsAskedFor) {
   EXPECT_EQ(harness.Load().hit_disagreements, 0u);
 }
 
+// A request that has just resumed from a snapshot ends while its step is still in flight, and somebody else needs pages
+// at once: what the step reads may go then, since whoever gets it writes it in a later step.
+TEST(SchedulerCacheTest, AHitThatEndsInFlightLetsItsPagesGo) {
+  EngineConfig config = SchedulerHarness::SmallConfig();
+  config.max_model_len = 112;
+  config.latent_pages = 7;
+  SchedulerHarness harness(config);
+  const std::vector<int32_t> prompt = RandomPrompt(65, 1);
+  harness.Submit(prompt, 1);
+  harness.Run();
+  harness.plan_ahead = true;
+  const Handle running = harness.Submit(RandomPrompt(3, 2), Endless(20));
+  const Handle resumed =
+      harness.Submit(prompt, Endless(20), [&](Request& r) { r.deadline = harness.now + harness.step_time; });
+  const Handle waiting = harness.Submit(RandomPrompt(60, 3), Endless(5));
+  ASSERT_TRUE(harness.Step());
+  EXPECT_EQ(harness.Load().prefix_hit_tokens, 64u);
+  harness.Run();
+  EXPECT_EQ(resumed.sink->status().code(), absl::StatusCode::kDeadlineExceeded);
+  harness.ExpectAlone(running);
+  harness.ExpectAlone(waiting);
+  harness.ExpectIdle();
+}
+
 }  // namespace
 }  // namespace k3

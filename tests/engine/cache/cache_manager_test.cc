@@ -56,7 +56,7 @@ class CacheManagerTest : public ::testing::Test {
     for (int32_t position : snapshots) {
       if (position > match.resume_pages * kPage) cache_.ReserveSnapshot(&text.lease, position, false);
     }
-    cache_.StepDone();
+    cache_.LetGoOfRestores();
     cache_.SnapshotsTaken(&text.lease);
     cache_.Publish(text.Key(), static_cast<int32_t>(text.tokens.size()) / kPage, publisher, &text.lease);
     return match.resume_pages * kPage;
@@ -100,7 +100,7 @@ TEST_F(CacheManagerTest, AdoptsWhatIsAlreadyCached) {
   const PageId own = second.lease.pages[0];
   cache_.ReserveSnapshot(&first.lease, 8, false);
   cache_.ReserveSnapshot(&second.lease, 8, false);
-  cache_.StepDone();
+  cache_.LetGoOfRestores();
   cache_.SnapshotsTaken(&first.lease);
   cache_.SnapshotsTaken(&second.lease);
   cache_.Publish(first.Key(), 2, 1, &first.lease);
@@ -195,7 +195,7 @@ TEST_F(CacheManagerTest, APinnedSnapshotOutlivesThePlanThatReadsIt) {
   cache_.Extend(&other.lease, 17);
   for (int32_t position : {4, 8, 12}) EXPECT_TRUE(cache_.ReserveSnapshot(&other.lease, position, false).valid());
   EXPECT_FALSE(cache_.ReserveSnapshot(&other.lease, 16, false).valid());
-  cache_.StepDone();
+  cache_.LetGoOfRestores();
   EXPECT_TRUE(cache_.ReserveSnapshot(&again.lease, 12, false).valid());  // evicted now
   Check({&again.lease, &other.lease});
 }
@@ -281,7 +281,7 @@ TEST_F(CacheManagerTest, RandomOperationsKeepTheInvariants) {
       const size_t at = random() % live.size();
       Text& text = *live[at];
       if (what == 3 || what == 4) {
-        cache_.StepDone();
+        cache_.LetGoOfRestores();
         cache_.SnapshotsTaken(&text.lease);
         cache_.Publish(text.Key(), static_cast<int32_t>(text.tokens.size()) / kPage, 1 + random() % 2, &text.lease);
       } else if (what == 5) {
@@ -289,12 +289,12 @@ TEST_F(CacheManagerTest, RandomOperationsKeepTheInvariants) {
         auto copy = std::make_unique<Text>(text.tokens, text.salt);
         const int32_t tokens = static_cast<int32_t>(text.tokens.size());
         // Only what is published or full may be shared; the scheduler forks right after publishing.
-        cache_.StepDone();
+        cache_.LetGoOfRestores();
         cache_.SnapshotsTaken(&text.lease);
         cache_.Publish(text.Key(), tokens / kPage, 1, &text.lease);
         if (cache_.Fork(text.lease, tokens, &copy->lease, &plan)) live.push_back(std::move(copy));
       } else if (what == 6) {
-        cache_.StepDone();
+        cache_.LetGoOfRestores();
         std::vector<PageId> pages;
         std::vector<StateSlot> slots;
         if (random() % 4 == 0) {
@@ -313,7 +313,7 @@ TEST_F(CacheManagerTest, RandomOperationsKeepTheInvariants) {
     for (const auto& text : live) leases.push_back(&text->lease);
     Check(leases);
   }
-  cache_.StepDone();
+  cache_.LetGoOfRestores();
   for (const auto& text : live) cache_.Release(&text->lease);
   cache_.Flush();
   Check({});
