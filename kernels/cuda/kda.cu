@@ -252,19 +252,21 @@ void Prefill(const Device& device, const KdaParams& p, cudaStream_t queue) {
          {.grid = dim3(heads, plan.sequences, parts), .block = dim3(kFusedThreads), .shared = sizeof(KdaFusedShared)},
          queue, "KdaFused", p, batch, plan.order, plan.split, StepLimit(p), RowsAligned(p, 8));
   if (split) {
-    const bool ahead = kTileDim / 16 * heads * plan.sequences <= static_cast<unsigned>(device.multiprocessors);
-    Launch(ahead ? &KdaComposeKernel<true, StateT> : &KdaComposeKernel<false, StateT>,
+    const bool teller = kTileDim / 16 * heads * plan.sequences <= static_cast<unsigned>(device.multiprocessors);
+    Launch(teller ? &KdaComposeKernel<true, StateT> : &KdaComposeKernel<false, StateT>,
            {.grid = dim3(kTileDim / 16, heads, plan.sequences),
-            .block = dim3(kComposeThreads),
+            .block = dim3(static_cast<unsigned>(ComposeThreads(teller))),
             .shared = sizeof(KdaComposeShared),
             .early = true},
            queue, "KdaCompose", p, batch, plan.order, plan.split);
+    const int64_t blocks = int64_t{heads} * plan.sequences * CorrectBlocks(plan.split, !core, 1);
+    const int turns = static_cast<int>(std::clamp<int64_t>(blocks / (2 * device.multiprocessors), 1, kCorrectTurns));
     Launch(core ? &KdaCorrectKernel<false> : &KdaCorrectKernel<true>,
-           {.grid = dim3(heads, CorrectBlocks(plan.split, !core), plan.sequences),
+           {.grid = dim3(heads, CorrectBlocks(plan.split, !core, turns), plan.sequences),
             .block = dim3(kCorrectThreads),
             .shared = sizeof(KdaCorrectShared),
             .early = true},
-           queue, "KdaCorrect", p, batch, plan.order, plan.split);
+           queue, "KdaCorrect", p, batch, plan.order, plan.split, turns);
   }
   if (core) return;
   Launch(&KdaConvStateKernel,

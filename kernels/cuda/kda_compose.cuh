@@ -9,7 +9,6 @@ namespace k3::cuda {
 
 constexpr int64_t kMostSegments = 32;  // of a sequence
 constexpr int kComposeWarps = kTileDim / 16;
-constexpr int kComposeThreads = 32 * (kComposeWarps + 1);
 constexpr int kComposeBarrier = 1;
 constexpr int kComposeStride = kTileDim + 16;  // floats: two rows of 16-byte accesses in different banks
 
@@ -29,16 +28,17 @@ __device__ __forceinline__ int HalfPlace(int key, int value) {
 // States after segments and snapshots: out = P in + zero, tf32 products with fp32 sums. A block owns 16 value columns
 // of a (sequence, head), its warps 16 keys each, whose rows of the next segment's transition are loaded as those of
 // this one are used up. The correction runs beside it: a segment's KdaBorder::ready says that the state before it is
-// there; a warp of its own says so, because the fence before it takes as long as a segment. Grid (value blocks, heads,
-// sequences of the order).
-template <bool kAhead, typename StateT>
-__global__ void __launch_bounds__(kComposeThreads, kAhead ? 1 : 2)
+// there. With kTeller a warp of its own says so, because the fence before it takes as long as a segment; without one
+// there are registers for two blocks. Grid (value blocks, heads, sequences of the order).
+constexpr int ComposeThreads(bool teller) { return 32 * (kComposeWarps + (teller ? 1 : 0)); }
+template <bool kTeller, typename StateT>
+__global__ void __launch_bounds__(ComposeThreads(kTeller), kTeller ? 1 : 2)
     KdaComposeKernel(const __grid_constant__ KdaParams p, const __grid_constant__ SequenceBatch batch,
                      const __grid_constant__ KdaOrder order, const __grid_constant__ KdaSplit split) {
   KdaComposeShared& s = *DynamicShared<KdaComposeShared>();
   const int sequence = order.sequence[blockIdx.z], head = blockIdx.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int i = threadIdx.x; i <= kMostSegments; i += kComposeThreads) {
+  for (int i = threadIdx.x; kTeller && i <= kMostSegments; i += ComposeThreads(true)) {
     BarrierInit(&s.written[i], kComposeWarps * kWarpArrivals);
   }
   GridDependencyWait();
@@ -46,11 +46,11 @@ __global__ void __launch_bounds__(kComposeThreads, kAhead ? 1 : 2)
   const int begin = batch.token_begin[sequence], end = batch.token_begin[sequence + 1];
   const int origin = begin - batch.context[sequence] % kTileRows, slot = batch.state_slot[sequence];
   if (origin + split.first >= end) return;  // one segment
-  __syncthreads();
+  if (kTeller) __syncthreads();
   const auto border = [&](int segment) -> KdaBorder& {
     return split.border[(static_cast<int64_t>(blockIdx.z) * split.segments + segment) * p.heads + head];
   };
-  if (warp == kComposeWarps) {
+  if (kTeller && warp == kComposeWarps) {
     if (lane > 0) return;
     for (int segment = 1; origin + split.Begin(segment) < end; ++segment) {
       BarrierWait(&s.written[segment], 0);
@@ -74,12 +74,11 @@ __global__ void __launch_bounds__(kComposeThreads, kAhead ? 1 : 2)
       rows[n][k] = __ldcg(reinterpret_cast<const float4*>(row + 16 * k));
     }
   };
-  // sum += P current. With kAhead P's rows are in `rows` already, then those of `next` if there is one.
-  const auto apply = [&](int parity, const float* transition, const float* next, float(&sum)[2][4]) {
+  // sum += P current, with P's rows in `rows`, which are then those of `next` if there is one.
+  const auto apply = [&](int parity, const float* next, float(&sum)[2][4]) {
     float odd[2][4] = {};  // two chains instead of one
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      if (!kAhead) load_rows(transition, k);
       const float4 low = *reinterpret_cast<const float4*>(&s.current[parity][g][16 * k + 4 * t]);
       const float4 high = *reinterpret_cast<const float4*>(&s.current[parity][g + 8][16 * k + 4 * t]);
       const uint32_t first[4] = {__float_as_uint(low.x), __float_as_uint(high.x), __float_as_uint(low.y),
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(kComposeThreads, kAhead ? 1 : 2)
         MmaTf32(sum[n], first, __float_as_uint(rows[n][k].x), __float_as_uint(rows[n][k].y));
         MmaTf32(odd[n], second, __float_as_uint(rows[n][k].z), __float_as_uint(rows[n][k].w));
       }
-      if (kAhead && next != nullptr) load_rows(next, k);
+      if (next != nullptr) load_rows(next, k);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] += odd[i / 4][i % 4];
@@ -112,10 +111,10 @@ __global__ void __launch_bounds__(kComposeThreads, kAhead ? 1 : 2)
     const int n = i / 2, e = i % 2 * 2;
     publish(1, n, e, border(1).in[place(n, e)], border(1).in[place(n, e + 1)]);
   }
-  ArriveAsWarp(&s.written[1], lane);
+  if (kTeller) ArriveAsWarp(&s.written[1], lane);
   const auto load_all = [&](const float* transition) {
 #pragma unroll
-    for (int k = 0; kAhead && k < 8; ++k) load_rows(transition, k);
+    for (int k = 0; k < 8; ++k) load_rows(transition, k);
   };
   load_all(border(1).transition);
   float sum[2][4];
@@ -125,6 +124,7 @@ __global__ void __launch_bounds__(kComposeThreads, kAhead ? 1 : 2)
     const int last = min(end, origin + split.Begin(segment + 1));
     const bool more = last < end;
     NamedBarrierSync(kComposeBarrier, 32 * kComposeWarps);
+    if (!kTeller && threadIdx.x == 0) AddRelease(&border(segment).ready, 1);
     if (snapshot < batch.num_snapshots && batch.snapshot_row[snapshot] < last) {
       for (; snapshot < batch.num_snapshots && batch.snapshot_row[snapshot] < last; ++snapshot) {
         StateT* to = reinterpret_cast<StateT*>(KdaStateSlot(p, batch.snapshot_slot[snapshot])) + home;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kComposeThreads, kAhead ? 1 : 2)
 #pragma unroll
         for (int i = 0; i < 8; ++i) state[i / 4][i % 4] = ToFloat(to[place(i / 4, i % 4)]);
         load_all(transition);
-        apply(segment % 2, transition, nullptr, state);
+        apply(segment % 2, nullptr, state);
 #pragma unroll
         for (int i = 0; i < 8; ++i) to[place(i / 4, i % 4)] = FromFloat<StateT>(state[i / 4][i % 4]);
       }
@@ -142,14 +142,14 @@ __global__ void __launch_bounds__(kComposeThreads, kAhead ? 1 : 2)
     }
     float next_sum[2][4];
     if (more) load_zero(border(segment + 1), next_sum);
-    apply(segment % 2, border(segment).transition, more ? border(segment + 1).transition : nullptr, sum);
+    apply(segment % 2, more ? border(segment + 1).transition : nullptr, sum);
     if (!more) break;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int n = i / 2, e = i % 2 * 2;
       publish(segment + 1, n, e, sum[n][e], sum[n][e + 1]);
     }
-    ArriveAsWarp(&s.written[segment + 1], lane);
+    if (kTeller) ArriveAsWarp(&s.written[segment + 1], lane);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = next_sum[i / 4][i % 4];
   }
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kComposeThreads, kAhead ? 1 : 2)
 }
 
 constexpr int kCorrectRows = 128;  // of a block's turn, 64 a warpgroup
-constexpr int kCorrectTurns = 4;   // of a block, at most
+constexpr int kCorrectTurns = 4;   // of a block, at most: fewer where blocks are few
 constexpr int kCorrectThreads = 256;
 constexpr int kFewSegments = 8;
 
@@ -175,18 +175,18 @@ struct KdaCorrectShare {
   int segment;
   int first, last;
 };
-__host__ __device__ constexpr int CorrectBlocks(int tokens) {
-  return (tokens + kCorrectRows * kCorrectTurns - 1) / (kCorrectRows * kCorrectTurns);
+__host__ __device__ constexpr int CorrectBlocks(int tokens, int turns) {
+  return (tokens + kCorrectRows * turns - 1) / (kCorrectRows * turns);
 }
 // Blocks of a sequence and head: those of the segments that are corrected, then with kNorm those of the first. What was
 // written last lies in the second-level cache still: each segment's last rows come first; with few segments, whose
 // states are all there soon, those of all of them.
-inline unsigned CorrectBlocks(const KdaSplit& split, bool norm) {
-  return static_cast<unsigned>((split.segments - 1) * CorrectBlocks(split.tokens) +
-                               (norm ? CorrectBlocks(split.first) : 0));
+inline unsigned CorrectBlocks(const KdaSplit& split, bool norm, int turns) {
+  return static_cast<unsigned>((split.segments - 1) * CorrectBlocks(split.tokens, turns) +
+                               (norm ? CorrectBlocks(split.first, turns) : 0));
 }
-__device__ __forceinline__ KdaCorrectShare FindCorrectShare(const KdaSplit& split, int block) {
-  const int each = CorrectBlocks(split.tokens), count = split.segments - 1;
+__device__ __forceinline__ KdaCorrectShare FindCorrectShare(const KdaSplit& split, int turns, int block) {
+  const int each = CorrectBlocks(split.tokens, turns), count = split.segments - 1;
   int segment = 0, part = block - count * each;
   if (part < 0) {
     const bool few = count < kFewSegments;
@@ -194,8 +194,8 @@ __device__ __forceinline__ KdaCorrectShare FindCorrectShare(const KdaSplit& spli
     part = each - 1 - (few ? block / count : block % each);
   }
   const int tokens = split.Begin(segment + 1) - split.Begin(segment);
-  const int first = kCorrectTurns * part;
-  return {segment, first, min((tokens - 1) / kCorrectRows, first + kCorrectTurns - 1)};
+  const int first = turns * part;
+  return {segment, first, min((tokens - 1) / kCorrectRows, first + turns - 1)};
 }
 
 // Outputs of all segments but the first: those from zero plus queries times the state before the segment. With kNorm
@@ -205,12 +205,12 @@ __device__ __forceinline__ KdaCorrectShare FindCorrectShare(const KdaSplit& spli
 template <bool kNorm>
 __global__ void __launch_bounds__(kCorrectThreads, 2)
     KdaCorrectKernel(const __grid_constant__ KdaParams p, const __grid_constant__ SequenceBatch batch,
-                     const __grid_constant__ KdaOrder order, const __grid_constant__ KdaSplit split) {
+                     const __grid_constant__ KdaOrder order, const __grid_constant__ KdaSplit split, int turns) {
   KdaCorrectShared& s = *DynamicShared<KdaCorrectShared>();
   const int sequence = order.sequence[blockIdx.z], head = blockIdx.x;
   const int begin = batch.token_begin[sequence], end = batch.token_begin[sequence + 1];
   const int origin = begin - batch.context[sequence] % kTileRows;
-  const KdaCorrectShare share = FindCorrectShare(split, blockIdx.y);
+  const KdaCorrectShare share = FindCorrectShare(split, turns, blockIdx.y);
   // One block makes the launch end after the composition.
   if (blockIdx.x == 0 && blockIdx.y + 1 == gridDim.y && blockIdx.z + 1 == gridDim.z) GridDependencyWait();
   const int segment_begin = origin + split.Begin(share.segment);
