@@ -230,7 +230,8 @@ void AttendFew(const Device& device, const MlaAttentionParams& p, const CudaLate
             .block = dim3(kLatentThreads),
             .shared = 8 * kLatentColumns * sizeof(float),
             .early = true},
-           queue, "MlaLatentQuery", args.q, query_dim, kv_b, head_rows, rows.token_begin, latent_q, args.progress);
+           queue, "MlaLatentQuery", args.q, query_dim, kv_b, head_rows, rows.token_begin, latent_q, args.progress,
+           *p.batch);
   } else {
     Launch(
         &MlaLatentQueryTileKernel,
@@ -238,7 +239,7 @@ void AttendFew(const Device& device, const MlaAttentionParams& p, const CudaLate
          .block = dim3(kLatentTileThreads),
          .early = true},
         queue, "MlaLatentQuery", args.q, query_dim, kv_b, head_rows, rows.token_begin, static_cast<int>(tokens),
-        latent_q, args.progress);
+        latent_q, args.progress, *p.batch);
   }
   LaunchAbsorbed(args, *p.batch, TileRows(*p.batch, rows), true, queue);
   Launch(vectors ? &MlaFinishRowKernel : &MlaFinishTileKernel,
@@ -258,7 +259,7 @@ bool ProjectsTiles(const MlaAttentionParams& p) {
 
 // Rows of packed tokens [begin, end) in tiles that never hold two sequences.
 MlaRows MakeRows(const SequenceBatch& batch, int64_t begin, int64_t end, int32_t heads) {
-  MlaRows rows{static_cast<int>(begin), static_cast<int>(end), heads, 0, 0};
+  MlaRows rows{static_cast<int>(begin), static_cast<int>(end), heads, 0, 0, false};
   bool uniform = true;
   int64_t first = -1;
   for (int s = 0; s < batch.num_sequences; ++s) {
@@ -270,6 +271,7 @@ MlaRows MakeRows(const SequenceBatch& batch, int64_t begin, int64_t end, int32_t
     uniform = uniform && tiles == first;
   }
   if (uniform) rows.tiles_per_sequence = static_cast<int>(first);
+  rows.one_token_each = rows.tiles_per_sequence > 0 && end - begin == batch.num_sequences;
   return rows;
 }
 

@@ -18,6 +18,7 @@ struct MlaRows {
   int heads;
   int tiles;
   int tiles_per_sequence;  // where every sequence has as many, else 0
+  bool one_token_each;     // of every sequence: what is where follows without a load
 };
 
 struct MlaTile {
@@ -39,6 +40,10 @@ __device__ __forceinline__ PageT* MlaLine(const MlaPages& pages, const SequenceB
 // Rows of `sequence` in this launch; `row` receives the first.
 __device__ __forceinline__ int MlaSequenceRows(const MlaRows& rows, const SequenceBatch& batch, int sequence,
                                                int& row) {
+  if (rows.one_token_each) {
+    row = sequence * rows.heads;
+    return rows.heads;
+  }
   const int begin = max(batch.token_begin[sequence], rows.token_begin);
   const int end = min(batch.token_begin[sequence + 1], rows.token_end);
   row = (begin - rows.token_begin) * rows.heads;

@@ -61,7 +61,7 @@ struct AbsorbedArgs {
   int splits;          // of each tile, or
   int shared_splits;   // not 0: of all sequences together, see ForSplits
   bool whole;          // with shared splits: sequences that have one go to latent_out
-  bool paced;          // with shared splits: blocks do not get ahead of each other, see kPaceSteps
+  bool paced;          // with shared splits: blocks do not get ahead of each other, see kPacePolls
   int2* split_of;      // [sequences] of shared splits: those before the sequence's, its own; written by the blocks
   uint32_t* progress;  // of all blocks together, kProgressUnits a block; zeroed by the launch before
   bf16* latent_out;    // [rows, 512], where there is one split
@@ -70,9 +70,8 @@ struct AbsorbedArgs {
 };
 
 // Blocks do not all get memory equally fast, and the last one decides. With `paced` none starts a step while it is more
-// than kPaceSteps ahead of the mean of all, in proportion to its work, so that the others get what it leaves. For speed
-// only: it asks kPacePolls times at most, in case that not all blocks run at once.
-constexpr int kPaceSteps = 1;
+// than half a step ahead of the mean of all, in proportion to its work, so that the others get what it leaves. For
+// speed only: it asks kPacePolls times at most, in case that not all blocks run at once.
 constexpr int kPacePolls = 16;
 constexpr unsigned kProgressUnits = 1 << 24;
 
@@ -107,12 +106,12 @@ __device__ __forceinline__ void CopyAbsorbedLines(AbsorbedShared<kRows>& s, cons
         const int key = begin + (step + 1) * kAbsorbedKeys;
         if (key < end) next = table[key / page_size];
       }
-      const bool paced = args.paced && step > kPaceSteps;
+      const bool paced = args.paced && step > 0;
       uint32_t progress = paced ? LoadRelaxed(args.progress) : 0;
       BarrierWait(&s.empty[stage], (step / kAbsorbedStages & 1) ^ 1);
       if (args.paced) AddRelaxed(args.progress, unit);
       if (paced) {
-        const uint32_t enough = unit * static_cast<uint32_t>(step - kPaceSteps) * static_cast<uint32_t>(blocks);
+        const uint32_t enough = unit / 2 * static_cast<uint32_t>(2 * step - 1) * static_cast<uint32_t>(blocks);
         for (int i = 0; i < kPacePolls && progress < enough; ++i) progress = LoadRelaxed(args.progress);
       }
       BarrierArriveExpect(&s.full[stage], sizeof(s.lines[0]));

@@ -17,7 +17,7 @@ struct Partials {
 // args.rows.tiles_per_sequence > 0. With shared splits it waits for the attention.
 __device__ __forceinline__ Partials FindPartials(const AbsorbedArgs& args, const SequenceBatch& batch, int token,
                                                  int head) {
-  const int sequence = batch.sequence_of_token[token];
+  const int sequence = args.rows.one_token_each ? token - args.rows.token_begin : batch.sequence_of_token[token];
   int row;
   MlaSequenceRows(args.rows, batch, sequence, row);
   row = (token - args.rows.token_begin) * args.rows.heads + head - row;  // within the sequence
@@ -32,6 +32,15 @@ __device__ __forceinline__ Partials FindPartials(const AbsorbedArgs& args, const
           AbsorbedSplits(args, batch, tile)};
 }
 
+// Asks for positions and page tables in the second-level cache, for the kernels to come: the attention waits for one
+// after the other before it can ask for lines. By all threads of the grid together.
+__device__ __forceinline__ void PrefetchTables(const SequenceBatch& batch) {
+  const int64_t block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  const int64_t id = block * blockDim.x + threadIdx.x, entry = 32 * id;  // 128 bytes each
+  if (entry < batch.num_sequences * batch.page_table_stride) PrefetchL2(batch.page_table + entry);
+  if (entry < batch.num_tokens) PrefetchL2(batch.position + entry);
+}
+
 // Up to four tokens: matrix-vector products.
 
 constexpr int kLatentThreads = 128;
@@ -41,7 +50,7 @@ constexpr int kLatentColumns = 128;  // of a block
 // 16 inputs of 8 columns.
 __global__ void __launch_bounds__(kLatentThreads)
     MlaLatentQueryKernel(Matrix<const bf16> q, int query_dim, const bf16* kv_b, int head_rows, int token_begin,
-                         bf16* latent_q, uint32_t* progress) {
+                         bf16* latent_q, uint32_t* progress, SequenceBatch batch) {
   constexpr int kNope = 128, kGroups = 8;
   float* sums = DynamicShared<float>();  // [kGroups][kLatentColumns]
   const int head = blockIdx.x, octet = threadIdx.x % 16, group = threadIdx.x / 16;
@@ -51,6 +60,7 @@ __global__ void __launch_bounds__(kLatentThreads)
   uint4 w[kNope / kGroups];
 #pragma unroll
   for (int k = 0; k < kNope / kGroups; ++k) w[k] = LoadStreaming16(weights + k * kAbsorbedLatent);
+  PrefetchTables(batch);
   GridDependencyWait();
   if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x == 0) StoreRelaxed(progress, 0);
   GridDependencyRelease();  // not before: the next kernel reads lines at once
@@ -206,7 +216,7 @@ constexpr int kLatentTileColumns = 128;  // of a block: a warp takes 64 of them 
 // latent_q[row] = q_nope Wuk; progress = 0. Grid (heads, latent / kLatentTileColumns, tokens / kTileTokens).
 __global__ void __launch_bounds__(kLatentTileThreads)
     MlaLatentQueryTileKernel(Matrix<const bf16> q, int query_dim, const bf16* kv_b, int head_rows, int token_begin,
-                             int tokens, bf16* latent_q, uint32_t* progress) {
+                             int tokens, bf16* latent_q, uint32_t* progress, SequenceBatch batch) {
   constexpr int kNope = 128;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.x, heads = gridDim.x;
@@ -219,6 +229,7 @@ __global__ void __launch_bounds__(kLatentTileThreads)
 #pragma unroll
     for (int k = 0; k < 8; ++k) w[i][k] = *reinterpret_cast<const uint4*>(weights + (32 * i + k) * kAbsorbedLatent);
   }
+  PrefetchTables(batch);
   GridDependencyWait();
   if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x == 0) StoreRelaxed(progress, 0);
   GridDependencyRelease();                                         // not before: the next kernel reads lines at once
@@ -305,7 +316,8 @@ __global__ void __launch_bounds__(kFinishBound, 1)
   int sequence = -1, first_row = 0;
   const int tiles = args.rows.tiles_per_sequence;
   if (threadIdx.x < tokens) {
-    sequence = batch.sequence_of_token[args.rows.token_begin + threadIdx.x];
+    sequence = args.rows.one_token_each ? static_cast<int>(threadIdx.x)
+                                        : batch.sequence_of_token[args.rows.token_begin + threadIdx.x];
     int row;
     MlaSequenceRows(args.rows, batch, sequence, row);
     row = static_cast<int>(threadIdx.x) * args.rows.heads + head - row;

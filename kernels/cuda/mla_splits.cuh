@@ -33,7 +33,6 @@ template <typename F>
 __device__ __forceinline__ int ForSplits(const MlaRows& rows, const SequenceBatch& batch, int blocks, int lane,
                                          F&& visit) {
   const int sequences = batch.num_sequences;
-  const bool single = rows.token_end - rows.token_begin == sequences;  // a token each
   int keys[kSplitEach];
   float steps[kSplitEach];  // less one
   unsigned longest = 0, total = 0;
@@ -42,7 +41,7 @@ __device__ __forceinline__ int ForSplits(const MlaRows& rows, const SequenceBatc
     const int s = 32 * i + lane;
     keys[i] = 0;
     if (s < sequences) {
-      const int last = single ? rows.token_begin + s : min(batch.token_begin[s + 1], rows.token_end) - 1;
+      const int last = rows.one_token_each ? rows.token_begin + s : min(batch.token_begin[s + 1], rows.token_end) - 1;
       keys[i] = batch.position[last] + 1;
     }
   }
