@@ -536,14 +536,14 @@ void AttnResSites(Bench& bench, int64_t rows, int32_t closed) {
     site.mixes_settled = i > 0;
     ops.AttnResMix(site, ops.stream());
   };
-  constexpr double kBudget = 0.9 * kRestedBudget;  // two dozen of these, without a rest before each
+  constexpr Timing kManyRows = {.budget = 0.09, .rested = false};  // two dozen of these, without a rest before each
   const auto one_pass = [&](int i) { mix(i, false); };
-  const double one = kAttnResSites * bench.Time(kAttnResSites * sets, one_pass, kBudget);
+  const double one = kAttnResSites * bench.Time(kAttnResSites * sets, one_pass, kManyRows);
   const auto phases = [&](int i) {
     if (i < sets) return ops.AttnResClosed(groups[static_cast<size_t>(i)], ops.stream());
     mix(i - sets, true);
   };
-  const double two = (1 + kAttnResSites) * bench.Time((1 + kAttnResSites) * sets, phases, kBudget);
+  const double two = (1 + kAttnResSites) * bench.Time((1 + kAttnResSites) * sets, phases, kManyRows);
   const bool chosen = ops.ChooseAttnResForm(rows, cols, closed, kAttnResSites) == AttnResForm::kTwoPhases;
   std::printf("  %-40s one pass %.1f us, two phases %.1f us\n", name.c_str(), one * 1e6, two * 1e6);
   const int vectors = chosen ? closed + kAttnResSites + kAttnResSites * 5 : kAttnResSites * (closed + 4);
