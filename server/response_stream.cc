@@ -4,6 +4,16 @@
 #include <utility>
 
 namespace k3 {
+namespace {
+
+// What waits for a late reader is merged into one event up to here: each becomes one message, and clients of gRPC take
+// 4 MiB unless told otherwise. A log-probability and its token are 6 to 9 bytes on the wire.
+constexpr size_t kMostLogprobs = size_t{1} << 16;
+constexpr size_t kMostText = size_t{1} << 20;
+
+bool IsFull(const LogprobRows& rows) { return rows.logprobs.size() + rows.top.size() >= kMostLogprobs; }
+
+}  // namespace
 
 ResponseStream::ResponseStream(EngineInterface* engine, Options options)
     : engine_(engine),
@@ -186,7 +196,8 @@ void ResponseStream::Read(const RawEvent& event, size_t* logprob_index) {
     }
     case RawKind::kPromptLogprob: {
       auto* last = events_.empty() ? nullptr : std::get_if<PromptLogprobsEvent>(&events_.back());
-      if (last == nullptr) last = &std::get<PromptLogprobsEvent>(events_.emplace_back(PromptLogprobsEvent{}));
+      if (last == nullptr || IsFull(last->rows))
+        last = &std::get<PromptLogprobsEvent>(events_.emplace_back(PromptLogprobsEvent{}));
       AppendRow(&last->rows, options_.prompt_tokens[static_cast<size_t>(event.value)], *logprob, top);
       break;
     }
@@ -213,7 +224,8 @@ DeltaEvent& ResponseStream::OpenDelta(int32_t index, OutputChannel channel) {
   Choice& choice = choices_[static_cast<size_t>(index)];
   if (choice.last_event >= first_sequence_) {
     auto* delta = std::get_if<DeltaEvent>(&events_[choice.last_event - first_sequence_]);
-    if (delta != nullptr && delta->channel == channel) return *delta;
+    const bool fits = delta != nullptr && !IsFull(delta->logprobs) && delta->text.size() < kMostText;
+    if (fits && delta->channel == channel) return *delta;
   }
   choice.last_event = first_sequence_ + events_.size();
   DeltaEvent delta;
@@ -237,7 +249,8 @@ void ResponseStream::AppendPieces(int32_t index, std::vector<OutputPiece>& piece
       open = std::get_if<ToolCallEvent>(&events_[choice.last_event - first_sequence_]);
     }
     // Arguments join on; an id and name start a new event.
-    if (open != nullptr && open->index == piece.call.index && piece.call.name.empty() && piece.call.id.empty()) {
+    const bool fits = open != nullptr && open->index == piece.call.index && open->arguments.size() < kMostText;
+    if (fits && piece.call.name.empty() && piece.call.id.empty()) {
       open->arguments += piece.call.arguments;
     } else {
       choice.last_event = first_sequence_ + events_.size();

@@ -314,6 +314,26 @@ TEST(GrpcServerTest, ManyLogprobsArriveWhole) {
   EXPECT_EQ(response.choices(0).logprobs().top_logprobs_size(), 80000);
 }
 
+// What comes at once is merged, but not into messages beyond what clients take by default.
+TEST(GrpcServerTest, LogprobsOfALongPromptComeInMessagesThatAnyClientTakes) {
+  constexpr int kTokens = 40'000;
+  GrpcHarness harness;
+  const auto stub = pb::GenerationService::NewStub(
+      grpc::CreateChannel("127.0.0.1:" + std::to_string(harness.server().port()), grpc::InsecureChannelCredentials()));
+  grpc::ClientContext context;
+  pb::StreamGenerateRequest request;
+  *request.mutable_spec() = TokenSpec(kTokens, 1);
+  request.mutable_spec()->mutable_output()->set_prompt_logprobs(true);
+  request.mutable_spec()->mutable_output()->set_top_logprobs(20);
+  const auto reader = stub->StreamGenerate(&context, request);
+  pb::StreamGenerateResponse response;
+  int rows = 0;
+  while (reader->Read(&response)) rows += response.prompt_logprobs().logprobs_size();
+  const grpc::Status status = reader->Finish();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(rows, kTokens - 1);
+}
+
 // A client that never pauses must hear UNAVAILABLE, which it may retry elsewhere, up to the end of the last connection.
 TEST(GrpcServerTest, CallsThatMeetTheShutdownAreUnavailable) {
   constexpr int kServers = 20;

@@ -259,6 +259,32 @@ TEST_F(ResponseStreamTest, PromptLogprobsNameTheirTokens) {
   EXPECT_THAT(prompt->rows.logprobs, ElementsAre(-1, -2, -3, -4));
 }
 
+// Each event is one gRPC message, of which clients take 4 MiB.
+TEST_F(ResponseStreamTest, WhatWaitsIsMergedUpToASize) {
+  constexpr size_t kTop = 20, kTokens = 10'000;
+  auto stream = Make({.top_logprobs = kTop});
+  const std::vector<TopLogprob> top(kTop, TopLogprob{100, -1});
+  for (size_t i = 0; i < kTokens; ++i) stream->OnPromptLogprob(1, TokenLogprob{-1, top});
+  for (size_t i = 0; i < kTokens; ++i) {
+    const TokenLogprob logprob{-2, top};
+    stream->OnToken(0, 100, &logprob);
+  }
+  size_t prompt = 0, generated = 0, most = 0, events = 0;
+  for (const StreamEvent& event : Take(*stream)) {
+    const auto* rows = std::get_if<PromptLogprobsEvent>(&event);
+    const auto* delta = std::get_if<DeltaEvent>(&event);
+    const LogprobRows& taken = rows != nullptr ? rows->rows : delta->logprobs;
+    (rows != nullptr ? prompt : generated) += taken.logprobs.size();
+    EXPECT_EQ(taken.top.size(), kTop * taken.logprobs.size());
+    most = std::max(most, taken.logprobs.size() + taken.top.size());
+    ++events;
+  }
+  EXPECT_EQ(prompt, kTokens);
+  EXPECT_EQ(generated, kTokens);
+  EXPECT_LE(most, 70'000u);
+  EXPECT_LE(events, 10u) << "still merged";
+}
+
 TEST_F(ResponseStreamTest, ReasoningContentAndToolCallsOfK3) {
   auto stream = Make({.format = ChatFormat::kXtml, .open_channel = OpenChannel::kReasoning});
   stream->OnAdmitted(0);
