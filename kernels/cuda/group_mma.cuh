@@ -44,6 +44,11 @@ __device__ __forceinline__ void GroupMma(float (&d)[kSums], const uint32_t (&a)[
 template <int N>
 __device__ __forceinline__ void GroupMmaSharedF16(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate);
 
+// a in registers, both in fp16.
+template <int N, bool kTransposedB = false>
+__device__ __forceinline__ void GroupMmaF16(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,
+                                            bool accumulate = true);
+
 // The first 4, 8, ... sums as operands: their numbers, and what they are bound to.
 // clang-format off
 #define K3_NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -140,6 +145,19 @@ K3_GROUP_MMA_REGISTERS(256, 128, "%128, %129, %130, %131", "%132", "%133", "%134
   }
 K3_GROUP_MMA_SHARED_F16(128, 64, "%64", "%65", "%66")
 #undef K3_GROUP_MMA_SHARED_F16
+#define K3_GROUP_MMA_F16(N, SUMS, A, SECOND, THIRD, FOURTH)                                                            \
+  template <bool kTransposedB>                                                                                         \
+  __device__ __forceinline__ void GroupMmaF16_##N(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {     \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " THIRD ", 0;\n"                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" K3_NUMBERS_##SUMS "}, {" A "}, " SECOND    \
+                 ", p, 1, 1, " FOURTH ";\n}"                                                                           \
+                 : K3_SUMS_##SUMS                                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),              \
+                   "n"(kTransposedB ? 1 : 0));                                                                         \
+  }
+K3_GROUP_MMA_F16(32, 16, "%16, %17, %18, %19", "%20", "%21", "%22")
+K3_GROUP_MMA_F16(128, 64, "%64, %65, %66, %67", "%68", "%69", "%70")
+#undef K3_GROUP_MMA_F16
 #define K3_NUMBERS_4 "%0, %1, %2, %3"
 #define K3_NUMBERS_12 K3_NUMBERS_8 ", %8, %9, %10, %11"
 #define K3_SUMS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -224,6 +242,12 @@ template <int N>
 __device__ __forceinline__ void GroupMmaSharedF16(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(N == 128);
   GroupMmaSharedF16_128(d, a, b, accumulate);
+}
+
+template <int N, bool kTransposedB>
+__device__ __forceinline__ void GroupMmaF16(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  if constexpr (N == 32) GroupMmaF16_32<kTransposedB>(d, a, b, accumulate);
+  if constexpr (N == 128) GroupMmaF16_128<kTransposedB>(d, a, b, accumulate);
 }
 
 // sum[64 x N] += a[64 x 32] b[32 x N] in e4m3, N 8 to 32; with `accumulate` false the old sums are ignored. Register

@@ -229,13 +229,17 @@ PrefillPlan PlanPrefill(const Device& device, const KdaParams& p) {
 }
 
 template <bool kBounded, typename StateT>
-auto* FusedKernel(bool core, bool split) {
+auto* FusedKernel(bool core, bool split, bool aligned) {
   if (split) {
-    return core ? &KdaFusedKernel<kBounded, true, false, true, StateT>
-                : &KdaFusedKernel<kBounded, false, false, true, StateT>;
+    return core ? &KdaFusedKernel<kBounded, true, false, true, true, StateT>
+                : &KdaFusedKernel<kBounded, false, false, true, true, StateT>;
   }
-  return core ? &KdaFusedKernel<kBounded, true, false, false, StateT>
-              : &KdaFusedKernel<kBounded, false, true, false, StateT>;
+  if (aligned) {
+    return core ? &KdaFusedKernel<kBounded, true, false, false, true, StateT>
+                : &KdaFusedKernel<kBounded, false, true, false, true, StateT>;
+  }
+  return core ? &KdaFusedKernel<kBounded, true, false, false, false, StateT>
+              : &KdaFusedKernel<kBounded, false, true, false, false, StateT>;
 }
 
 template <typename StateT>
@@ -244,13 +248,13 @@ void Prefill(const Device& device, const KdaParams& p, cudaStream_t queue) {
   if (plan.sequences == 0) return;
   const SequenceBatch& batch = *p.batch;
   const unsigned heads = static_cast<unsigned>(p.heads);
-  const bool core = p.conv_taps == nullptr, split = plan.split.first > 0;
-  const auto kernel = p.gate_kind == KdaGate::kBounded ? FusedKernel<true, StateT>(core, split)
-                                                       : FusedKernel<false, StateT>(core, split);
+  const bool core = p.conv_taps == nullptr, split = plan.split.first > 0, aligned = RowsAligned(p, 8);
+  const auto kernel = p.gate_kind == KdaGate::kBounded ? FusedKernel<true, StateT>(core, split, aligned)
+                                                       : FusedKernel<false, StateT>(core, split, aligned);
   const unsigned parts = split ? 2 * static_cast<unsigned>(plan.split.segments) : 1;
   Launch(kernel,
          {.grid = dim3(heads, plan.sequences, parts), .block = dim3(kFusedThreads), .shared = sizeof(KdaFusedShared)},
-         queue, "KdaFused", p, batch, plan.order, plan.split, StepLimit(p), RowsAligned(p, 8));
+         queue, "KdaFused", p, batch, plan.order, plan.split, StepLimit(p));
   if (split) {
     const bool teller = kTileDim / 16 * heads * plan.sequences <= static_cast<unsigned>(device.multiprocessors);
     Launch(teller ? &KdaComposeKernel<true, StateT> : &KdaComposeKernel<false, StateT>,

@@ -4,16 +4,17 @@
 
 // KDA of more than a few tokens (spec 4.1-4.3): preparation and recurrence in one kernel, so that nothing between them
 // leaves the multiprocessor. One block walks a (sequence, head), or a segment of it, in tiles of up to 16 tokens. Teams
-// of two warps prepare a tile each, six tiles at a time; eight warps of 16 value columns each keep the state in
-// registers and take the tiles in order. With C the decay from a tile's start, all products transposed:
+// of two warps prepare a tile each, six tiles at a time; a warpgroup keeps the state in registers and takes the tiles
+// in order. With C the decay from a tile's start, all products transposed:
 //   V^T = (v - (k e^C) S)^T (T diag(beta))^T
 //   O^T = S^T (q e^C)^T + V^T M^T
 //   S^T <- S^T diag(e^C_end) + V^T (k e^(C_end - C))
-// with T the inverse of I + A. Tiles end at multiples of 16 of the absolute position and after snapshot rows. Each
-// score matrix is one product, of k and q times e^(C_i - R) and of k times e^(R - C_j). With the bounded gate R = C_7
-// keeps the exponents within +-40 nats. The unbounded gate fits into the range of fp32 by two measures: a token's decay
-// counts as at least 2^-21, and R is C_7 + B for rows 0-7, C_7 - B for the others, B = kAnchorShift (base 2). Scores
-// between the two come out 2^2B times too large and are scaled after the sum.
+// with T the inverse of I + A. Tiles end at multiples of 16 of the absolute position and after snapshot rows. Products
+// with the state are the warpgroup's, -k e^C and q e^C as one operand of 32 tokens. Each score matrix is one product,
+// of k and q times e^(C_i - R) and of k times e^(R - C_j). With the bounded gate R = 0: exponents lie within 80 nats.
+// The unbounded gate fits into the range of fp32 by two measures: a token's decay counts as at least 2^-21, and R is
+// C_7 + B for rows 0-7, C_7 - B for the others, B = kAnchorShift (base 2). Scores between the two come out 2^2B times
+// too large and are scaled after the sum.
 namespace k3::cuda {
 
 // What a block walks.
@@ -30,144 +31,153 @@ __device__ __forceinline__ void KdaWalkTiles(const KdaParams& p, const SequenceB
                                              const KdaTiles& tiles, const KdaRun& run, const KdaSplit& split, int slot,
                                              int head, int warp) {
   const int lane = threadIdx.x % 32, t = lane % 4;
-  const int value = 16 * warp;
   const int64_t home = static_cast<int64_t>(head) * kTileDim * kTileDim;
-  const bool transition = kSplit && run.transition;
-  float state[16][4];
-  if (slot >= 0 && !(kSplit && run.segment > 0)) {
-    LoadState(reinterpret_cast<const StateT*>(KdaStateSlot(p, slot)) + home, value, lane, state);
-  } else {
+  const bool transition = kSplit && __any_sync(kAllLanes, run.transition);
+  float state[kParts][16][4];  // of values 16 warp .. 16 warp + 15 and of those 64 further on
+#pragma unroll
+  for (int h = 0; h < kParts; ++h) {
+    const int value = 64 * h + 16 * warp;
+    if (slot >= 0 && !(kSplit && run.segment > 0)) {
+      LoadState(reinterpret_cast<const StateT*>(KdaStateSlot(p, slot)) + home, value, lane, state[h]);
+      continue;
+    }
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        state[n][e] = transition && 8 * n + 2 * t + e % 2 == value + lane / 4 + e / 2 * 8 ? 1.0f : 0.0f;
+        state[h][n][e] = transition && 8 * n + 2 * t + e % 2 == value + lane / 4 + e / 2 * 8 ? 1.0f : 0.0f;
       }
     }
   }
   int snapshot = batch.num_snapshots > 0 ? FirstSnapshot(batch, tiles.first) : 0;
   int snapshot_row = snapshot < batch.num_snapshots ? batch.snapshot_row[snapshot] : kNoRow;
 
-  // Addresses within a team of the lane's row of ldmatrix, for tokens as columns of a product (in its piece 0) and as
-  // the contraction.
-  const int token = lane / 16 * 8 + lane % 8, token_piece = lane / 8 % 2;
-  const uint32_t column_row = TilePiece(token, token_piece), inner_row = TilePiece(lane % 16, lane / 16);
-  const uint32_t small = (token * kSmallStride + token_piece * 8) * 2;
   const uint32_t teams = SharedAddress(&shared.teams[0]);
+  const uint64_t reads = SharedOperand(&shared.teams[0].half[0].minus_k);
+  const uint64_t restored_k = SharedOperand(&shared.teams[0].half[0].restored_k, 1024, kHalfBytes);
+  constexpr int kInFlight = 3;
   uint32_t base = teams, team = 0, parity = 0;
-  for (KdaTile tile = tiles.From(batch, tiles.first); tile.begin < tiles.last; tile = tiles.From(batch, tile.end)) {
+  for (KdaTile tile = tiles.From(batch, tiles.first); __any_sync(kAllLanes, tile.begin < tiles.last);
+       tile = tiles.From(batch, tile.end)) {
     BarrierWait(&shared.full[team], parity);
-    const uint32_t column = base + column_row, inner = base + inner_row;
-    const uint32_t own = ((column ^ (32 * warp)) + parity * sizeof(KdaTileMatrix));
-    float v[2][4], o[2][4];
-    {
-      uint32_t pairs[4] = {};
-      if (!transition) LoadMatrix4Transposed<offsetof(KdaTeam, value)>(pairs, own);
+    // The lane's row of ldmatrix for tokens as columns of a product.
+    const int fresh = Fresh(lane), token = fresh / 16 * 8 + fresh % 8, token_piece = fresh / 8 % 2;
+    const uint32_t own =
+        base + offsetof(KdaTeamHalf, value) + parity * sizeof(KdaHalfTile) + TeamPiece(token, 2 * warp + token_piece);
+    const uint32_t small = base + (token * kSmallStride + token_piece * 8) * 2;
+    const uint32_t operands = team * (sizeof(KdaTeam) / 16);  // of descriptors
+    float read[kParts][16];                                   // -(k e^C) S of the tokens, then (q e^C) S
+    GroupMmaWait<0>();                                        // no product is in flight; tells the compiler
+    const float* decays = shared.teams[team].decay + 4 * (fresh % 4);
+    // Few products are in flight at a time so that few copies of the state take up registers.
+#pragma unroll
+    for (int i = 0; i < 8 * kParts; ++i) {
+      const int h = i / 8, k = i % 8;
+      float(&low)[4] = state[h][2 * k], (&high)[4] = state[h][2 * k + 1];
+      const uint32_t rows[4] = {PackF16(low[0], low[1]), PackF16(low[2], low[3]), PackF16(high[0], high[1]),
+                                PackF16(high[2], high[3])};
+      GroupMmaFence();
+      GroupMmaF16<32>(read[h], rows, reads + operands + k / 4 * (kHalfBytes / 16) + k % 4 * 2, k > 0);
+      GroupMmaCommit();
+      // The decay of what is being read.
+      const float4 decay = *reinterpret_cast<const float4*>(decays + 16 * k);
+      low[0] *= decay.x;
+      low[1] *= decay.y;
+      low[2] *= decay.x;
+      low[3] *= decay.y;
+      high[0] *= decay.z;
+      high[1] *= decay.w;
+      high[2] *= decay.z;
+      high[3] *= decay.w;
+      if (i >= kInFlight - 1 && i < 8 * kParts - 1) GroupMmaWait<kInFlight - 1>();
+    }
+    uint32_t inverse[4], scores[4];
+    LoadMatrix4<offsetof(KdaTeam, inverse)>(inverse, small);
+    LoadMatrix4<offsetof(KdaTeam, scores)>(scores, small);
+#pragma unroll
+    for (int h = 0; h < kParts; ++h) {
+      uint32_t values[4];
+      if (!transition) LoadMatrix4Transposed<0>(values, own + h * kHalfBytes);
+      if (h == kParts - 1) GroupMmaWait<kParts - 1>();
+      float(&x)[16] = read[h];
+      if (!transition) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 v = kConvolved ? float2{LowBf16(values[i]), HighBf16(values[i])} : UnpackF16(values[i]);
+          x[2 * i] += v.x;
+          x[2 * i + 1] += v.y;
+        }
+      }
+      float w[2][4], o[2][4];
+      const uint32_t v[4] = {PackF16(x[0], x[1]), PackF16(x[2], x[3]), PackF16(x[4], x[5]), PackF16(x[6], x[7])};
+      MmaF16From0(w[0], v, inverse[0], inverse[1]);
+      MmaF16From0(w[1], v, inverse[2], inverse[3]);
+      const uint32_t columns[4] = {PackF16(w[0][0], w[0][1]), PackF16(w[0][2], w[0][3]), PackF16(w[1][0], w[1][1]),
+                                   PackF16(w[1][2], w[1][3])};
+      GroupMmaFence();
+      GroupMmaF16<128, true>(reinterpret_cast<float(&)[64]>(state[h]), columns, restored_k + operands);
+      GroupMmaCommit();
+#pragma unroll
+      for (int i = 0; i < 8; ++i) o[i / 4][i % 4] = x[8 + i];
+      MmaF16(o[0], columns, scores[0], scores[1]);
+      MmaF16(o[1], columns, scores[2], scores[3]);
+      uint32_t outputs[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 x = kConvolved ? float2{LowBf16(pairs[i]), HighBf16(pairs[i])} : UnpackF16(pairs[i]);
-        v[i / 2][i % 2 * 2] = x.x;
-        v[i / 2][i % 2 * 2 + 1] = x.y;
+        const float y = o[i / 2][i % 2 * 2], z = o[i / 2][i % 2 * 2 + 1];
+        outputs[i] = transition ? PackF16(y, z) : PackBf16(y, z);
       }
+      StoreMatrix4Transposed<0>(own + h * kHalfBytes, outputs);
     }
-    const float* decays = shared.teams[team].decay + 4 * t;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const uint32_t rows[4] = {PackF16(state[2 * k][0], state[2 * k][1]), PackF16(state[2 * k][2], state[2 * k][3]),
-                                PackF16(state[2 * k + 1][0], state[2 * k + 1][1]),
-                                PackF16(state[2 * k + 1][2], state[2 * k + 1][3])};
-      const uint32_t piece = column ^ (32 * k);
-      uint32_t columns[4];
-      LoadMatrix4<offsetof(KdaTeam, minus_k)>(columns, piece);
-      MmaF16(v[0], rows, columns[0], columns[1]);
-      MmaF16(v[1], rows, columns[2], columns[3]);
-      LoadMatrix4<offsetof(KdaTeam, decayed_q)>(columns, piece);
-      if (k == 0) {
-        MmaF16From0(o[0], rows, columns[0], columns[1]);
-        MmaF16From0(o[1], rows, columns[2], columns[3]);
-      } else {
-        MmaF16(o[0], rows, columns[0], columns[1]);
-        MmaF16(o[1], rows, columns[2], columns[3]);
-      }
-      // The decay of what has been read, while the products run.
-      const float4 decay = *reinterpret_cast<const float4*>(decays + 16 * k);
-      state[2 * k][0] *= decay.x;
-      state[2 * k][1] *= decay.y;
-      state[2 * k][2] *= decay.x;
-      state[2 * k][3] *= decay.y;
-      state[2 * k + 1][0] *= decay.z;
-      state[2 * k + 1][1] *= decay.w;
-      state[2 * k + 1][2] *= decay.z;
-      state[2 * k + 1][3] *= decay.w;
-    }
-    float w[2][4];
-    {
-      const uint32_t rows[4] = {PackF16(v[0][0], v[0][1]), PackF16(v[0][2], v[0][3]), PackF16(v[1][0], v[1][1]),
-                                PackF16(v[1][2], v[1][3])};
-      uint32_t columns[4];
-      LoadMatrix4<offsetof(KdaTeam, inverse)>(columns, base + small);
-      MmaF16From0(w[0], rows, columns[0], columns[1]);
-      MmaF16From0(w[1], rows, columns[2], columns[3]);
-    }
-    const uint32_t rows[4] = {PackF16(w[0][0], w[0][1]), PackF16(w[0][2], w[0][3]), PackF16(w[1][0], w[1][1]),
-                              PackF16(w[1][2], w[1][3])};
-    uint32_t columns[4];
-    LoadMatrix4<offsetof(KdaTeam, scores)>(columns, base + small);
-    MmaF16(o[0], rows, columns[0], columns[1]);
-    MmaF16(o[1], rows, columns[2], columns[3]);
-#pragma unroll
-    for (int m = 0; m < 8; ++m) {
-      LoadMatrix4Transposed<offsetof(KdaTeam, restored_k)>(columns, inner ^ (32 * m));
-      MmaF16(state[2 * m], rows, columns[0], columns[1]);
-      MmaF16(state[2 * m + 1], rows, columns[2], columns[3]);
-    }
-    uint32_t outputs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = o[i / 2][i % 2 * 2], y = o[i / 2][i % 2 * 2 + 1];
-      outputs[i] = transition ? PackF16(x, y) : PackBf16(x, y);
-    }
-    StoreMatrix4Transposed<offsetof(KdaTeam, value)>(own, outputs);
+    GroupMmaWait<0>();
     ArriveAsWarp(&shared.done[team], lane);
     base += sizeof(KdaTeam);
     if (++team == kTeams) team = 0, base = teams, parity ^= 1;
-    while (snapshot_row == tile.end - 1) {
-      if (transition) {
-        StoreRounded(split.snapshots + snapshot * static_cast<int64_t>(p.heads) * kTileDim * kTileDim + home, value,
-                     lane, state);
-      } else {
-        StoreState(reinterpret_cast<StateT*>(KdaStateSlot(p, batch.snapshot_slot[snapshot])) + home, value, lane,
-                   state);
+    while (__any_sync(kAllLanes, snapshot_row == tile.end - 1)) {
+#pragma unroll
+      for (int h = 0; h < kParts; ++h) {
+        const int value = 64 * h + 16 * warp;
+        if (transition) {
+          StoreRounded(split.snapshots + snapshot * static_cast<int64_t>(p.heads) * kTileDim * kTileDim + home, value,
+                       lane, state[h]);
+        } else {
+          StoreState(reinterpret_cast<StateT*>(KdaStateSlot(p, batch.snapshot_slot[snapshot])) + home, value, lane,
+                     state[h]);
+        }
       }
       ++snapshot;
       snapshot_row = snapshot < batch.num_snapshots ? batch.snapshot_row[snapshot] : kNoRow;
     }
   }
-  if (kSplit && (run.segment > 0 || !run.last)) {
-    float* to = run.segment == 0 ? run.border[p.heads].in : transition ? run.border->transition : run.border->zero;
-    transition ? StoreRounded(to, value, lane, state) : StoreState(to, value, lane, state);
-  } else if (slot >= 0) {
-    StoreState(reinterpret_cast<StateT*>(KdaStateSlot(p, slot)) + home, value, lane, state);
+#pragma unroll
+  for (int h = 0; h < kParts; ++h) {
+    const int value = 64 * h + 16 * warp;
+    if (kSplit && (run.segment > 0 || !run.last)) {
+      float* to = run.segment == 0 ? run.border[p.heads].in : transition ? run.border->transition : run.border->zero;
+      transition ? StoreRounded(to, value, lane, state[h]) : StoreState(to, value, lane, state[h]);
+    } else if (slot >= 0) {
+      StoreState(reinterpret_cast<StateT*>(KdaStateSlot(p, slot)) + home, value, lane, state[h]);
+    }
   }
 }
 
 // Registers a thread of the walkers and of the teams.
-constexpr int kWalkRegisters = 120, kTeamRegisters = 80;
+constexpr int kWalkRegisters = 224, kTeamRegisters = 96;
 
 // Grid (heads, sequences), with kSplit (heads, sequences, 2 x segments), first the segments' values, then their
 // transitions. kConvolved: qkv holds q, k and v as the recurrence takes them. kNorm, not with kSplit: outputs are
-// normed and gated. aligned: rows start on 16 bytes.
-template <bool kBounded, bool kConvolved, bool kNorm, bool kSplit, typename StateT>
+// normed and gated. kAligned: rows
+// start on 16 bytes, as they must with kSplit.
+template <bool kBounded, bool kConvolved, bool kNorm, bool kSplit, bool kAligned, typename StateT>
 __global__ void __launch_bounds__(kFusedThreads, 1)
     KdaFusedKernel(const __grid_constant__ KdaParams p, const __grid_constant__ SequenceBatch batch,
-                   const __grid_constant__ KdaOrder order, const __grid_constant__ KdaSplit split, int step_tokens,
-                   bool aligned) {
+                   const __grid_constant__ KdaOrder order, const __grid_constant__ KdaSplit split, int step_tokens) {
   KdaFusedShared& shared = *DynamicShared<KdaFusedShared>();
   KdaRun run = {};
   run.sequence = order.given ? order.sequence[blockIdx.y] : static_cast<int>(blockIdx.y);
   const int begin = batch.token_begin[run.sequence], end = batch.token_begin[run.sequence + 1];
   if (end - begin <= step_tokens) return;
-  const int head = blockIdx.x, warp = threadIdx.x / 32;
+  const int head = blockIdx.x, warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
   KdaTiles tiles;
   tiles.origin = begin - batch.context[run.sequence] % kTileRows;
   tiles.first = begin;
@@ -203,8 +213,8 @@ __global__ void __launch_bounds__(kFusedThreads, 1)
     KdaWalkTiles<kConvolved, kSplit, StateT>(p, batch, shared, tiles, run, split, slot, head, warp);
   } else {
     GiveRegisters<kTeamRegisters>();
-    KdaPrepareTiles<kBounded, kConvolved, kNorm>(p, batch, shared, tiles, split, run.transition, aligned, begin, slot,
-                                                 head, warp - kWalkers);
+    KdaPrepareTiles<kBounded, kConvolved, kNorm, kAligned>(p, batch, shared, tiles, split, run.transition, begin, slot,
+                                                           head, warp - kWalkers);
   }
 }
 

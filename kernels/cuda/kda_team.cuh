@@ -22,12 +22,12 @@ __device__ __forceinline__ uint4 LoadUnaligned(const bf16* from) {
 }
 
 // One of the two warps of a team; the methods are the stages of a tile in their order.
-template <bool kBounded, bool kConvolved, bool kNorm>
+template <bool kBounded, bool kConvolved, bool kNorm, bool kAligned>
 struct KdaTeamWarp {
   const KdaParams& p;
   KdaTeam& s;
   const KdaSplit& split;
-  bool transition, aligned;
+  bool transition;
   int team, half, lane, thread;  // thread of the team
   int64_t width, home;
   const bf16 *query, *decay;  // the thread's piece and row in a tile at row 0
@@ -35,56 +35,54 @@ struct KdaTeamWarp {
   float slope, bias0, bias1;  // of the lane's two channels: the gate takes slope logit + bias
 
   __device__ __forceinline__ void Sync() const { NamedBarrierSync(1 + team, kTeamThreads); }
-  // The lane's two channels of a row.
-  __device__ __forceinline__ uint32_t& Pair(KdaTileMatrix& matrix, int row) const {
-    return *reinterpret_cast<uint32_t*>(matrix.bytes + row * kTileRowBytes + half * 128 +
-                                        ((lane * 4) ^ (row % 8 * 16)));
+  // The lane's two channels of a row; `tile` is that of the first half.
+  __device__ __forceinline__ uint32_t& Pair(KdaHalfTile& tile, int row) const {
+    return *reinterpret_cast<uint32_t*>(tile.bytes + half * kHalfBytes + row * 128 + ((lane * 4) ^ (row % 8 * 16)));
   }
 
   // Puts 128 columns of a tile's rows on their way; `from` points to the thread's piece of its first row in row 0.
   // Rows that do not exist become zero.
-  __device__ __forceinline__ void Fetch(KdaTileMatrix& to, const bf16* from, int64_t ld, KdaTile tile) const {
-    const int count = tile.end - tile.begin, row = thread / 16;
+  __device__ __forceinline__ void Fetch(KdaHalfTile& to, const bf16* from, int64_t ld, KdaTile tile) const {
+    const int thread = Fresh(this->thread), count = tile.end - tile.begin, row = thread / 16;
     from += tile.begin * ld;
-    if (!aligned) {
+    if constexpr (!kAligned) {
       from -= row * ld + thread % 16 * 8;
       for (int i = thread; i < kTileRows * kTileDim; i += kTeamThreads) {
         const int r = i / kTileDim, c = i % kTileDim;
-        *reinterpret_cast<bf16*>(to.bytes + TilePiece(r, c / 8) + c % 8 * 2) =
+        *reinterpret_cast<bf16*>(to.bytes + TeamPiece(r, c / 8) + c % 8 * 2) =
             r < count ? from[r * ld + c] : FromFloat<bf16>(0.0f);
       }
       return;
     }
-    unsigned char* target = to.bytes + TilePiece(row, thread % 16);
-    unsigned char* target4 = to.bytes + TilePiece(row + 4, thread % 16);
+    unsigned char* target = to.bytes + TeamPiece(row, thread % 16);
+    unsigned char* target4 = to.bytes + TeamPiece(row + 4, thread % 16);
     const int64_t step = 4 * ld;
     if (count == kTileRows) {
       CopyAsync16(target, from);
       CopyAsync16(target4, from += step);
-      CopyAsync16(target + 8 * kTileRowBytes, from += step);
-      CopyAsync16(target4 + 8 * kTileRowBytes, from += step);
+      CopyAsync16(target + 8 * 128, from += step);
+      CopyAsync16(target4 + 8 * 128, from += step);
       return;
     }
 #pragma unroll
     for (int i = 0; i < kTileRows / 4; ++i) {
       const bool exists = row + 4 * i < count;
-      CopyAsync16((i % 2 ? target4 : target) + i / 2 * 8 * kTileRowBytes, exists ? from + i * step : from - row * ld,
-                  exists);
+      CopyAsync16((i % 2 ? target4 : target) + i / 2 * 8 * 128, exists ? from + i * step : from - row * ld, exists);
     }
   }
   __device__ __forceinline__ void FetchInputs(const KdaInputs<bf16>& inputs, int row_in_sequence, KdaTile tile) const {
-    Fetch(s.raw[0], query, p.qkv.ld, tile);
-    Fetch(s.raw[1], query + width, p.qkv.ld, tile);
-    Fetch(s.raw[2], decay, p.decay.ld, tile);
+    Fetch(s.half[0].raw[0], query, p.qkv.ld, tile);
+    Fetch(s.half[0].raw[1], query + width, p.qkv.ld, tile);
+    Fetch(s.half[0].raw[2], decay, p.decay.ld, tile);
     if constexpr (!kConvolved) {
       constexpr int kPieces = 3 * (kTileTaps - 1) * 16;
 #pragma unroll
-      for (int i = thread; i < kPieces; i += kTeamThreads) {
+      for (int i = Fresh(thread); i < kPieces; i += kTeamThreads) {
         const int piece = i % 16, row = i / 16 % (kTileTaps - 1), part = i / 16 / (kTileTaps - 1);
         const bf16* source = inputs.Row(row_in_sequence - (kTileTaps - 1) + row);
         const bool exists = source != nullptr;
         source = exists ? source + part * width + home + 8 * piece : inputs.step;
-        if (aligned) {
+        if constexpr (kAligned) {
           CopyAsync16(&s.history[part][row][16 * piece], source, exists);
         } else {
           bf16* to = reinterpret_cast<bf16*>(&s.history[part][row][16 * piece]);
@@ -94,11 +92,11 @@ struct KdaTeamWarp {
     }
   }
   __device__ __forceinline__ void FetchValues(int parity, KdaTile tile) const {
-    Fetch(s.value[parity], query + 2 * width, p.qkv.ld, tile);
+    Fetch(s.half[0].value[parity], query + 2 * width, p.qkv.ld, tile);
   }
 
   // Convolution and SiLU in place, to fp16. x sigmoid(x) = h + h tanh(h) with h = x / 2.
-  __device__ __forceinline__ void Convolve(KdaTileMatrix& matrix, int part) const {
+  __device__ __forceinline__ void Convolve(KdaHalfTile& matrix, int part) const {
     float low[kTileTaps], high[kTileTaps];
     const float* taps = p.conv_taps + (part * width + home + half * 64 + 2 * lane) * kTileTaps;
     LoadFloats<kTileTaps>(taps, low);
@@ -123,13 +121,21 @@ struct KdaTeamWarp {
     }
   }
 
+  // The lane's row of ldmatrix in the first pieces of a tile's row: [16 rows, 2 pieces], down the rows first or not.
+  // Others are XOR 32 (two pieces on) and + kHalfBytes.
+  __device__ __forceinline__ uint32_t MatrixRow(const KdaHalfTile& tile, bool rows_first) const {
+    const int lane = Fresh(this->lane), row = rows_first ? lane % 16 : lane / 16 * 8 + lane % 8;
+    return SharedAddress(tile.bytes) + Swizzle128(row, rows_first ? lane / 16 : lane / 8 % 2);
+  }
+
   // Sums of squares of the rows over the warp's channels, from the diagonal of the product with itself.
-  __device__ __forceinline__ void Squares(const KdaTileMatrix& matrix, float* to) const {
+  __device__ __forceinline__ void Squares(const KdaHalfTile& tile, float* to) const {
     float low[4] = {}, high[4] = {};
+    const uint32_t address = MatrixRow(tile, true) + half * kHalfBytes;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       uint32_t rows[4];
-      LoadMatrix4(rows, matrix.bytes + TilePiece(lane % 16, half * 8 + 2 * step + lane / 16));
+      LoadMatrix4<0>(rows, address ^ (32 * step));
       if constexpr (kConvolved) {
         MmaBf16(low, rows, rows[0], rows[2]);
         MmaBf16(high, rows, rows[1], rows[3]);
@@ -138,7 +144,7 @@ struct KdaTeamWarp {
         MmaF16(high, rows, rows[1], rows[3]);
       }
     }
-    const int g = lane / 4;
+    const int lane = Fresh(this->lane), g = lane / 4;
     if (lane % 4 == g / 2) {
       to[g] = g % 2 ? low[1] : low[0];
       to[g + 8] = g % 2 ? high[3] : high[2];
@@ -155,18 +161,18 @@ struct KdaTeamWarp {
   __device__ __forceinline__ void Begin(int parity, int count, float beta, float (&c0)[kTileRows],
                                         float (&c1)[kTileRows]) const {
     if constexpr (!kConvolved) {
-      Convolve(s.raw[0], 0);
-      Convolve(s.raw[1], 1);
-      if (!transition) Convolve(s.value[parity], 2);
+      Convolve(s.half[0].raw[0], 0);
+      Convolve(s.half[0].raw[1], 1);
+      if (!transition) Convolve(s.half[0].value[parity], 2);
     }
     if (thread < kTileRows) s.beta[thread] = beta;
     __syncwarp();
-    Squares(s.raw[0], s.squares[half][0]);
-    Squares(s.raw[1], s.squares[half][1]);
+    Squares(s.half[0].raw[0], s.squares[half][0]);
+    Squares(s.half[0].raw[1], s.squares[half][1]);
     float sum0 = 0, sum1 = 0;
 #pragma unroll
     for (int row = 0; row < kTileRows; ++row) {
-      const uint32_t logits = Pair(s.raw[2], row);
+      const uint32_t logits = Pair(s.half[0].raw[2], row);
       sum0 = Decayed(sum0, fmaf(LowBf16(logits), slope, bias0));
       sum1 = Decayed(sum1, fmaf(HighBf16(logits), slope, bias1));
       c0[row] = sum0;
@@ -183,16 +189,21 @@ struct KdaTeamWarp {
   // All operands of the tile. The slot must be free.
   __device__ __forceinline__ void Operands(const float (&c0)[kTileRows], const float (&c1)[kTileRows]) const {
     {
-      const int which = lane / 16, row = lane % 16;
+      const int lane = Fresh(this->lane), which = lane / 16, row = lane % 16;
       const float square = s.squares[0][which][row] + s.squares[1][which][row];
       reinterpret_cast<float*>(&s.scale[half][row])[which] =
           rsqrtf(square + kL2NormEps) * (which == 0 ? 0.08838834764831845f : 1.0f);
     }
     __syncwarp();
-    float middle0 = c0[kTileRows / 2 - 1], middle1 = c1[kTileRows / 2 - 1];
-    if constexpr (!kBounded) middle0 += kAnchorShift, middle1 += kAnchorShift;
-    float before0 = Exp2(middle0), before1 = Exp2(middle1);
+    // Bounded: R = 0, so that the factors of the scores are those of the other operands. A row's decay is at least
+    // 2^-116 then, and what becomes subnormal of its operand lies below its rounding.
+    float middle0 = 0, middle1 = 0, before0 = 1, before1 = 1;
+    if constexpr (!kBounded) {
+      middle0 = c0[kTileRows / 2 - 1] + kAnchorShift, middle1 = c1[kTileRows / 2 - 1] + kAnchorShift;
+      before0 = Exp2(middle0), before1 = Exp2(middle1);
+    }
     float after0 = Exp2(c0[kTileRows - 1] - middle0), after1 = Exp2(c1[kTileRows - 1] - middle1);
+    float4 scales;  // of q and k in two rows
 #pragma unroll
     for (int row = 0; row < kTileRows; ++row) {
       if (!kBounded && row == kTileRows / 2) {
@@ -201,35 +212,44 @@ struct KdaTeamWarp {
         before0 = Exp2(middle0), before1 = Exp2(middle1);
         after0 = Exp2(c0[kTileRows - 1] - middle0), after1 = Exp2(c1[kTileRows - 1] - middle1);
       }
-      const float2 scale = s.scale[half][row];
-      const uint32_t raw_q = Pair(s.raw[0], row), raw_k = Pair(s.raw[1], row);
+      if (row % 2 == 0) scales = *reinterpret_cast<const float4*>(&s.scale[half][row]);
+      const float q_scale = row % 2 == 0 ? scales.x : scales.z, k_scale = row % 2 == 0 ? scales.y : scales.w;
+      const uint32_t raw_q = Pair(s.half[0].raw[0], row), raw_k = Pair(s.half[0].raw[1], row);
       const float2 q = kConvolved ? float2{LowBf16(raw_q), HighBf16(raw_q)} : UnpackF16(raw_q);
       const float2 k = kConvolved ? float2{LowBf16(raw_k), HighBf16(raw_k)} : UnpackF16(raw_k);
-      const float x0 = c0[row] - middle0, x1 = c1[row] - middle1;
+      const float x0 = kBounded ? c0[row] : c0[row] - middle0, x1 = kBounded ? c1[row] : c1[row] - middle1;
       const float r0 = Exp2(x0), r1 = Exp2(x1), f0 = Exp2(-x0), f1 = Exp2(-x1);
-      const float k0 = k.x * scale.y, k1 = k.y * scale.y;
-      const float qr0 = q.x * scale.x * r0, qr1 = q.y * scale.x * r1;
-      const float kr0 = k0 * r0, kr1 = k1 * r1, kf0 = k0 * f0, kf1 = k1 * f1;
-      Pair(s.raw[0], row) = PackBf16(qr0, qr1);
-      Pair(s.raw[1], row) = PackBf16(kr0, kr1);
-      Pair(s.raw[2], row) = PackBf16(kf0, kf1);
-      Pair(s.minus_k, row) = PackF16(kr0 * -before0, kr1 * -before1);
-      Pair(s.decayed_q, row) = PackF16(qr0 * before0, qr1 * before1);
-      Pair(s.restored_k, row) = PackF16(kf0 * after0, kf1 * after1);
+      const float k0 = k.x * k_scale, k1 = k.y * k_scale;
+      float qr0 = q.x * q_scale * r0, qr1 = q.y * q_scale * r1;
+      float kr0 = k0 * r0, kr1 = k1 * r1;
+      const float kf0 = k0 * f0, kf1 = k1 * f1;
+      Pair(s.half[0].raw[0], row) = PackBf16(qr0, qr1);
+      Pair(s.half[0].raw[1], row) = PackBf16(kr0, kr1);
+      Pair(s.half[0].raw[2], row) = PackBf16(kf0, kf1);
+      if constexpr (!kBounded) qr0 *= before0, qr1 *= before1, kr0 *= before0, kr1 *= before1;
+      Pair(s.half[0].minus_k, row) = PackF16(-kr0, -kr1);
+      Pair(s.half[0].decayed_q, row) = PackF16(qr0, qr1);
+      Pair(s.half[0].restored_k, row) = PackF16(kf0 * after0, kf1 * after1);
     }
     // Channels 16 m + 8 n + 2 t and the next lie at 16 m + 4 t + 2 n.
-    const int channel = half * 64 + 2 * lane;
+    const int channel = half * 64 + 2 * Fresh(lane);
     *reinterpret_cast<float2*>(&s.decay[channel / 16 * 16 + channel % 8 * 2 + channel / 8 % 2 * 2]) = {
         Exp2(c0[kTileRows - 1]), Exp2(c1[kTileRows - 1])};
+    FenceSharedForMatrix();
   }
 
-  // sum = rows of s.raw[which] times the rows of s.raw[2] (columns of the result).
+  // sum = rows of s.half[0].raw[which] times the rows of s.half[0].raw[2] (columns of the result).
   __device__ __forceinline__ void Scores(int which, float (&sum)[2][4]) const {
+    const uint32_t row = MatrixRow(s.half[0].raw[which], true), column = MatrixRow(s.half[0].raw[2], false);
 #pragma unroll
-    for (int step = 0; step < kTileDim / 16; ++step) {
+    for (int step = 0; step < 4; ++step) {
       uint32_t rows[4], columns[4];
-      LoadMatrix4(rows, s.raw[which].bytes + TilePiece(lane % 16, 2 * step + lane / 16));
-      LoadMatrix4(columns, s.raw[2].bytes + TilePiece(lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
+      LoadMatrix4<0>(rows, row ^ (32 * step));
+      LoadMatrix4<0>(columns, column ^ (32 * step));
+      MmaBf16(sum[0], rows, columns[0], columns[1]);
+      MmaBf16(sum[1], rows, columns[2], columns[3]);
+      LoadMatrix4<kHalfBytes>(rows, row ^ (32 * step));
+      LoadMatrix4<kHalfBytes>(columns, column ^ (32 * step));
       MmaBf16(sum[0], rows, columns[0], columns[1]);
       MmaBf16(sum[1], rows, columns[2], columns[3]);
     }
@@ -239,38 +259,36 @@ struct KdaTeamWarp {
     }
   }
   // A, its inverse by substitution in fp32 (spec 4.3), T diag(beta). One warp.
-  __device__ __forceinline__ void Invert() const {
-    float sum[2][4] = {};
-    Scores(1, sum);
-    const int g = lane / 4, t = lane % 4;
-    // By selection: above the diagonal the products may be huge.
+  __device__ __forceinline__ void Invert(const float (&sum)[2][4]) const {
+    const int lane = Fresh(this->lane), g = lane / 4, t = lane % 4;
+    // Transposed. Nothing takes what stands above the diagonal: those products may be huge.
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        const int i = g + e / 2 * 8, j = 8 * n + 2 * t;
-        const float beta = s.beta[i];
-        *reinterpret_cast<float2*>(&s.a[i][j]) = {j < i ? sum[n][e] * beta : 0.0f,
-                                                  j + 1 < i ? sum[n][e + 1] * beta : 0.0f};
+      for (int e = 0; e < 4; ++e) {
+        const int i = g + e / 2 * 8, j = 8 * n + 2 * t + e % 2;
+        s.a[j][i] = sum[n][e] * s.beta[i];
       }
     }
     __syncwarp();
+    // Each finished element at once goes off the ones below it: a chain of one operation a row.
     const int column = lane % 16;
     float x[kTileRows];
 #pragma unroll
-    for (int r = 0; r < kTileRows; ++r) {
-      float part[4] = {};
+    for (int r = 0; r < kTileRows; ++r) x[r] = r == column ? 1.0f : 0.0f;
 #pragma unroll
-      for (int m = 0; m < r; m += 4) {
-        const float4 a = *reinterpret_cast<const float4*>(&s.a[r][m]);
-        part[0] = fmaf(a.x, x[m], part[0]);
-        if (m + 1 < r) part[1] = fmaf(a.y, x[m + 1], part[1]);
-        if (m + 2 < r) part[2] = fmaf(a.z, x[m + 2], part[2]);
-        if (m + 3 < r) part[3] = fmaf(a.w, x[m + 3], part[3]);
+    for (int m = 0; m < kTileRows - 1; ++m) {
+#pragma unroll
+      for (int r = (m + 1) / 4 * 4; r < kTileRows; r += 4) {
+        const float4 a = *reinterpret_cast<const float4*>(&s.a[m][r]);
+        if (r > m) x[r] = fmaf(-a.x, x[m], x[r]);
+        if (r + 1 > m) x[r + 1] = fmaf(-a.y, x[m], x[r + 1]);
+        if (r + 2 > m) x[r + 2] = fmaf(-a.z, x[m], x[r + 2]);
+        x[r + 3] = fmaf(-a.w, x[m], x[r + 3]);
       }
-      x[r] = (r == column ? 1.0f : 0.0f) - ((part[0] + part[1]) + (part[2] + part[3]));
     }
     const float beta = s.beta[column];
+    __syncwarp();  // the inverse lies where A is
     if (lane < 16) {
 #pragma unroll
       for (int r = 0; r < kTileRows; r += 2) {
@@ -280,10 +298,8 @@ struct KdaTeamWarp {
       }
     }
   }
-  __device__ __forceinline__ void OutputScores() const {
-    float sum[2][4] = {};
-    Scores(0, sum);
-    const int g = lane / 4, t = lane % 4;
+  __device__ __forceinline__ void OutputScores(const float (&sum)[2][4]) const {
+    const int lane = Fresh(this->lane), g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -297,7 +313,7 @@ struct KdaTeamWarp {
 
   // Outputs of a tile that the walkers have left, to where they belong; normed and gated with kNorm.
   __device__ __forceinline__ void Store(int parity, KdaTile tile) const {
-    const int piece = thread % 16, first = thread / 16, count = tile.end - tile.begin;
+    const int thread = Fresh(this->thread), piece = thread % 16, first = thread / 16, count = tile.end - tile.begin;
     float weight[8];
     uint4 gates[kTileRows / 4];
     if constexpr (kNorm) {
@@ -306,7 +322,7 @@ struct KdaTeamWarp {
 #pragma unroll
       for (int i = 0; i < kTileRows / 4; ++i) {
         const bf16* row = from + min(first + 4 * i, count - 1) * p.gate.ld;
-        gates[i] = aligned ? *reinterpret_cast<const uint4*>(row) : LoadUnaligned(row);
+        gates[i] = kAligned ? *reinterpret_cast<const uint4*>(row) : LoadUnaligned(row);
       }
     }
     const int64_t ld = transition ? width : p.out.ld;
@@ -314,7 +330,7 @@ struct KdaTeamWarp {
                    home + 8 * piece;
 #pragma unroll
     for (int i = 0; i < kTileRows / 4; ++i, to += 4 * ld) {
-      uint4 out = *reinterpret_cast<const uint4*>(s.value[parity].bytes + TilePiece(first + 4 * i, piece));
+      uint4 out = *reinterpret_cast<const uint4*>(s.half[0].value[parity].bytes + TeamPiece(first + 4 * i, piece));
       if constexpr (kNorm) {
         uint32_t* pairs = reinterpret_cast<uint32_t*>(&out);
         const uint32_t gate[4] = {gates[i].x, gates[i].y, gates[i].z, gates[i].w};
@@ -335,8 +351,8 @@ struct KdaTeamWarp {
         }
       }
       if (first + 4 * i >= count) continue;
-      if (aligned || transition) {
-        *reinterpret_cast<uint4*>(to) = out;
+      if (kAligned || transition) {
+        Store16(to, out);
       } else {
         const uint16_t* elements = reinterpret_cast<const uint16_t*>(&out);
 #pragma unroll
@@ -346,23 +362,22 @@ struct KdaTeamWarp {
   }
 };
 
-template <bool kBounded, bool kConvolved, bool kNorm>
+template <bool kBounded, bool kConvolved, bool kNorm, bool kAligned>
 __device__ __forceinline__ void KdaPrepareTiles(const KdaParams& p, const SequenceBatch& batch, KdaFusedShared& shared,
                                                 const KdaTiles& tiles, const KdaSplit& split, bool transition,
-                                                bool aligned, int sequence_begin, int slot, int head, int warp) {
+                                                int sequence_begin, int slot, int head, int warp) {
   const int team = warp / 2;
   const int64_t width = static_cast<int64_t>(p.heads) * kTileDim, home = static_cast<int64_t>(head) * kTileDim;
-  KdaTeamWarp<kBounded, kConvolved, kNorm> self{p,
-                                                shared.teams[team],
-                                                split,
-                                                transition,
-                                                aligned,
-                                                team,
-                                                warp % 2,
-                                                static_cast<int>(threadIdx.x % 32),
-                                                static_cast<int>(threadIdx.x % kTeamThreads),
-                                                width,
-                                                home};
+  KdaTeamWarp<kBounded, kConvolved, kNorm, kAligned> self{p,
+                                                          shared.teams[team],
+                                                          split,
+                                                          transition,
+                                                          team,
+                                                          warp % 2,
+                                                          static_cast<int>(threadIdx.x % 32),
+                                                          static_cast<int>(threadIdx.x % kTeamThreads),
+                                                          width,
+                                                          home};
   self.rate = -__expf(p.a_log[head]);
   self.slope = kBounded ? kLog2E * self.rate : kLog2E;
   const float2 bias = *reinterpret_cast<const float2*>(p.dt_bias + home + self.half * 64 + 2 * self.lane);
@@ -372,35 +387,34 @@ __device__ __forceinline__ void KdaPrepareTiles(const KdaParams& p, const Sequen
   self.query = static_cast<const bf16*>(p.qkv.data) + self.thread / 16 * p.qkv.ld + own_column;
   self.decay = static_cast<const bf16*>(p.decay.data) + self.thread / 16 * p.decay.ld + own_column;
   const KdaInputs<bf16> inputs = MakeKdaInputs<bf16>(p, sequence_begin, slot);
-  const auto beta_logit = [&](KdaTile tile) {
+  // As loaded, so that nothing waits for it before it is needed.
+  constexpr uint32_t kNoBeta = 0xff80;  // minus infinity
+  const auto beta_logit = [&](KdaTile tile) -> uint32_t {
     const int row = tile.begin + self.thread;
-    return self.thread < kTileRows && row < tile.end
-               ? ToFloat(static_cast<const bf16*>(p.beta.data)[row * p.beta.ld + head])
-               : -INFINITY;
+    return self.thread < kTileRows && row < tile.end ? static_cast<const uint16_t*>(p.beta.data)[row * p.beta.ld + head]
+                                                     : kNoBeta;
   };
   KdaTile tile = tiles.Ahead(batch, tiles.From(batch, tiles.first), team), before{};
   if (tile.begin >= tiles.last) return;
   self.FetchInputs(inputs, tile.begin - sequence_begin, tile);
   if (!transition) self.FetchValues(0, tile);
   CopyAsyncCommit();
-  float beta = beta_logit(tile);
+  uint32_t beta = beta_logit(tile);
   int m = 0;
   for (;; ++m) {
     const int parity = m % 2;
     float c0[kTileRows], c1[kTileRows];
     CopyAsyncWait<0>();
     self.Sync();
-    self.Begin(parity, tile.end - tile.begin, Sigmoid(beta), c0, c1);
+    asm volatile("" : "+r"(beta));
+    self.Begin(parity, tile.end - tile.begin, Sigmoid(LowBf16(beta)), c0, c1);
     self.Sync();
     if (m > 0) BarrierWait(&shared.done[team], 1 - parity);
     self.Operands(c0, c1);
     self.Sync();
-    if (self.half == parity) {
-      self.Invert();
-    } else {
-      self.OutputScores();
-    }
-    ArriveAsWarp(&shared.full[team], self.lane);
+    float sum[2][4] = {};
+    const bool inverts = self.half == parity;
+    self.Scores(inverts ? 1 : 0, sum);
     self.Sync();  // the operands of the scores are not needed any more
     const KdaTile next = tiles.Ahead(batch, tile, kTeams);
     const bool more = next.begin < tiles.last;
@@ -408,9 +422,15 @@ __device__ __forceinline__ void KdaPrepareTiles(const KdaParams& p, const Sequen
       self.FetchInputs(inputs, next.begin - sequence_begin, next);
       beta = beta_logit(next);
     }
+    if (inverts) {
+      self.Invert(sum);
+    } else {
+      self.OutputScores(sum);
+    }
+    ArriveAsWarp(&shared.full[team], self.lane);
     if (m > 0) self.Store(1 - parity, before);
     // A thread's copies of 16 bytes go where it has just read.
-    if (!aligned) self.Sync();
+    if (!kAligned) self.Sync();
     if (more && !transition) self.FetchValues(1 - parity, next);
     CopyAsyncCommit();
     before = tile;

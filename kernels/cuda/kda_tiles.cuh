@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cuda/group_mma.cuh"
 #include "kernels/cuda/kda_common.cuh"
 #include "kernels/cuda/launch.cuh"
 
@@ -11,31 +12,41 @@ constexpr int kTileRows = 16;
 constexpr int kTileDim = 128;
 constexpr int kTileTaps = 4;
 constexpr int kTeams = 6;
-constexpr int kWalkers = kTileDim / 16;  // warps that hold the state
+constexpr int kWalkers = 4;                       // warps that hold the state, warpgroups
+constexpr int kParts = kTileDim / 16 / kWalkers;  // of the state in a warp, 64 values each
 constexpr int kFusedThreads = 32 * (kWalkers + 2 * kTeams);
 constexpr int kTeamThreads = 64;
 constexpr int kTileRowBytes = kTileDim * 2;
 constexpr int kSmallStride = kTileRows + 8;  // 16-bit elements: rows of ldmatrix in different banks
 constexpr int kScoreStride = kTileRows + 4;  // floats
 
-// Rows of 128 16-bit elements whose 16-byte pieces are swapped by row, see TilePiece.
-struct KdaTileMatrix {
-  alignas(256) unsigned char bytes[kTileRows * kTileRowBytes];  // so that pieces can be chosen by XOR of addresses
+// 16 rows of 64 16-bit elements in atoms of Swizzle128.
+struct KdaHalfTile {
+  alignas(1024) unsigned char bytes[kTileRows * 128];
 };
 
+// The channels 64 h .. 64 h + 63 of what a team has of a tile: one distance between the halves for all.
+struct KdaTeamHalf {
+  KdaHalfTile raw[3];    // q, k, decay logits; then the score operands q, k with row factors, k with column factors
+  KdaHalfTile value[2];  // by parity of the team's tile: v, in its place then the outputs
+  KdaHalfTile minus_k, decayed_q;  // fp16: -k e^C, q e^C: one operand of 32 rows
+  KdaHalfTile restored_k;          // fp16: k e^(C_end - C)
+};
+constexpr int kHalfBytes = sizeof(KdaTeamHalf);
+
 struct KdaTeam {
-  KdaTileMatrix raw[3];    // q, k, decay logits; then the score operands q, k with row factors, k with column factors
-  KdaTileMatrix value[2];  // by parity of the team's tile: v, in its place then the outputs
-  KdaTileMatrix minus_k, decayed_q, restored_k;  // fp16: -k e^C, q e^C, k e^(C_end - C)
-  alignas(16) float decay[kTileDim];             // e^C_end, in the order of the walkers' fragments
+  KdaTeamHalf half[2];
+  alignas(16) float decay[kTileDim];  // e^C_end, in the order of the walkers' fragments
+  alignas(16) unsigned char history[3][kTileTaps - 1][kTileRowBytes];  // raw rows before the tile
+  alignas(16) uint16_t scores[kTileRows][kSmallStride];                // fp16, M
   union {
-    alignas(16) unsigned char history[3][kTileTaps - 1][kTileRowBytes];  // raw rows before the tile
-    alignas(16) float a[kTileRows][kScoreStride];
+    struct {
+      alignas(16) uint16_t inverse[kTileRows][kSmallStride];  // fp16, T diag(beta)
+      float squares[2][2][kTileRows];                         // by channel half: of q, of k
+      float2 scale[2][kTileRows];                             // of q (with 128^-0.5) and k, a copy a warp
+    };
+    alignas(16) float a[kTileRows][kScoreStride];  // A transposed, until the inverse is there
   };
-  alignas(16) uint16_t inverse[kTileRows][kSmallStride];  // fp16, T diag(beta)
-  alignas(16) uint16_t scores[kTileRows][kSmallStride];   // fp16, M
-  float squares[2][2][kTileRows];                         // by channel half: of q, of k
-  float2 scale[2][kTileRows];                             // of q (with 128^-0.5) and k, a copy a warp
   float beta[kTileRows];
 };
 
@@ -88,9 +99,16 @@ __device__ __forceinline__ void ArriveAsWarp(uint64_t* barrier, int lane) {
   if (lane < kWarpArrivals) BarrierArrive(barrier);
 }
 
-// Where 16 bytes of a row lie within a KdaTileMatrix: eight rows of one column of pieces are in different banks.
-__device__ __forceinline__ int TilePiece(int row, int piece) {
-  return row * kTileRowBytes + ((piece ^ (row % 8)) * 16);
+// The same number, from which nothing is computed ahead: kept over all tiles, addresses of every stage would take up
+// more registers than there are.
+__device__ __forceinline__ int Fresh(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
+// Where 16 bytes of a row of 128 elements lie in a pair of KdaHalfTile, from the first one's begin.
+__device__ __forceinline__ int TeamPiece(int row, int piece) {
+  return piece / 8 * kHalfBytes + Swizzle128(row, piece % 8);
 }
 
 // The tiles of a sequence, [begin, end) in packed rows; begin == last: no more.
@@ -104,7 +122,7 @@ struct KdaTiles {
 
   __device__ __forceinline__ KdaTile From(const SequenceBatch& batch, int begin) const {
     if (begin >= last) return {last, last};
-    int end = min(last, begin + kTileRows - (begin - origin) % kTileRows);
+    int end = min(last, begin + kTileRows - ((begin - origin) & (kTileRows - 1)));
     if (irregular) {
       const int i = FirstSnapshot(batch, begin);
       if (i < batch.num_snapshots && batch.snapshot_row[i] < end) end = batch.snapshot_row[i] + 1;

@@ -298,6 +298,12 @@ __device__ __forceinline__ float Tanh(float x) {
   return y;
 }
 
+// One store, also where a branch beside it stores the same in pieces.
+__device__ __forceinline__ void Store16(void* global, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // --- loads that pass the caches by ---
 
 __device__ __forceinline__ uint4 LoadStreaming16(const void* global) {
