@@ -61,7 +61,7 @@ __device__ __forceinline__ void KdaWalkTiles(const KdaParams& p, const SequenceB
        tile = tiles.From(batch, tile.end)) {
     BarrierWait(&shared.full[team], parity);
     // The lane's row of ldmatrix for tokens as columns of a product.
-    const int fresh = Fresh(lane), token = fresh / 16 * 8 + fresh % 8, token_piece = fresh / 8 % 2;
+    const uint32_t fresh = Fresh(lane), token = fresh / 16 * 8 + fresh % 8, token_piece = fresh / 8 % 2;
     const uint32_t own =
         base + offsetof(KdaTeamHalf, value) + parity * sizeof(KdaHalfTile) + TeamPiece(token, 2 * warp + token_piece);
     const uint32_t small = base + (token * kSmallStride + token_piece * 8) * 2;
@@ -91,22 +91,19 @@ __device__ __forceinline__ void KdaWalkTiles(const KdaParams& p, const SequenceB
       high[3] *= decay.w;
       if (i >= kInFlight - 1 && i < 8 * kParts - 1) GroupMmaWait<kInFlight - 1>();
     }
-    uint32_t inverse[4], scores[4];
+    uint32_t inverse[4];
     LoadMatrix4<offsetof(KdaTeam, inverse)>(inverse, small);
-    LoadMatrix4<offsetof(KdaTeam, scores)>(scores, small);
 #pragma unroll
     for (int h = 0; h < kParts; ++h) {
-      uint32_t values[4];
+      uint32_t values[4] = {};
       if (!transition) LoadMatrix4Transposed<0>(values, own + h * kHalfBytes);
       if (h == kParts - 1) GroupMmaWait<kParts - 1>();
       float(&x)[16] = read[h];
-      if (!transition) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 v = kConvolved ? float2{LowBf16(values[i]), HighBf16(values[i])} : UnpackF16(values[i]);
-          x[2 * i] += v.x;
-          x[2 * i + 1] += v.y;
-        }
+      for (int i = 0; i < 4; ++i) {
+        const float2 v = kConvolved ? float2{LowBf16(values[i]), HighBf16(values[i])} : UnpackF16(values[i]);
+        x[2 * i] += v.x;
+        x[2 * i + 1] += v.y;
       }
       float w[2][4], o[2][4];
       const uint32_t v[4] = {PackF16(x[0], x[1]), PackF16(x[2], x[3]), PackF16(x[4], x[5]), PackF16(x[6], x[7])};
@@ -117,6 +114,8 @@ __device__ __forceinline__ void KdaWalkTiles(const KdaParams& p, const SequenceB
       GroupMmaFence();
       GroupMmaF16<128, true>(reinterpret_cast<float(&)[64]>(state[h]), columns, restored_k + operands);
       GroupMmaCommit();
+      uint32_t scores[4];
+      LoadMatrix4<offsetof(KdaTeam, scores)>(scores, small);
 #pragma unroll
       for (int i = 0; i < 8; ++i) o[i / 4][i % 4] = x[8 + i];
       MmaF16(o[0], columns, scores[0], scores[1]);
@@ -162,7 +161,7 @@ __device__ __forceinline__ void KdaWalkTiles(const KdaParams& p, const SequenceB
 }
 
 // Registers a thread of the walkers and of the teams.
-constexpr int kWalkRegisters = 224, kTeamRegisters = 96;
+constexpr int kWalkRegisters = 120, kTeamRegisters = 80;
 
 // Grid (heads, sequences), with kSplit (heads, sequences, 2 x segments), first the segments' values, then their
 // transitions. kConvolved: qkv holds q, k and v as the recurrence takes them. kNorm, not with kSplit: outputs are

@@ -30,7 +30,6 @@ struct KdaTeamWarp {
   bool transition;
   int team, half, lane, thread;  // thread of the team
   int64_t width, home;
-  const bf16 *query, *decay;  // the thread's piece and row in a tile at row 0
   float rate;                 // -e^A_log
   float slope, bias0, bias1;  // of the lane's two channels: the gate takes slope logit + bias
 
@@ -40,44 +39,46 @@ struct KdaTeamWarp {
     return *reinterpret_cast<uint32_t*>(tile.bytes + half * kHalfBytes + row * 128 + ((lane * 4) ^ (row % 8 * 16)));
   }
 
-  // Puts 128 columns of a tile's rows on their way; `from` points to the thread's piece of its first row in row 0.
-  // Rows that do not exist become zero.
-  __device__ __forceinline__ void Fetch(KdaHalfTile& to, const bf16* from, int64_t ld, KdaTile tile) const {
-    const int thread = Fresh(this->thread), count = tile.end - tile.begin, row = thread / 16;
-    from += tile.begin * ld;
+  // Puts 128 columns of a tile's rows on their way. Rows that do not exist become zero.
+  __device__ __forceinline__ void Fetch(KdaHalfTile& to, const MatrixView& from, int64_t column, KdaTile tile,
+                                        uint32_t thread) const {
+    const int count = tile.end - tile.begin, row = thread / 16;
+    const bf16* data = static_cast<const bf16*>(from.data);
     if constexpr (!kAligned) {
-      from -= row * ld + thread % 16 * 8;
+      data += tile.begin * from.ld + column;
       for (int i = thread; i < kTileRows * kTileDim; i += kTeamThreads) {
         const int r = i / kTileDim, c = i % kTileDim;
         *reinterpret_cast<bf16*>(to.bytes + TeamPiece(r, c / 8) + c % 8 * 2) =
-            r < count ? from[r * ld + c] : FromFloat<bf16>(0.0f);
+            r < count ? data[r * from.ld + c] : FromFloat<bf16>(0.0f);
       }
       return;
     }
     unsigned char* target = to.bytes + TeamPiece(row, thread % 16);
     unsigned char* target4 = to.bytes + TeamPiece(row + 4, thread % 16);
-    const int64_t step = 4 * ld;
+    const bf16* source = data + (tile.begin + row) * from.ld + column + thread % 16 * 8;
+    const int64_t step = 4 * from.ld;
     if (count == kTileRows) {
-      CopyAsync16(target, from);
-      CopyAsync16(target4, from += step);
-      CopyAsync16(target + 8 * 128, from += step);
-      CopyAsync16(target4 + 8 * 128, from += step);
+      CopyAsync16(target, source);
+      CopyAsync16(target4, source += step);
+      CopyAsync16(target + 8 * 128, source += step);
+      CopyAsync16(target4 + 8 * 128, source += step);
       return;
     }
 #pragma unroll
     for (int i = 0; i < kTileRows / 4; ++i) {
       const bool exists = row + 4 * i < count;
-      CopyAsync16((i % 2 ? target4 : target) + i / 2 * 8 * 128, exists ? from + i * step : from - row * ld, exists);
+      CopyAsync16((i % 2 ? target4 : target) + i / 2 * 8 * 128, exists ? source + i * step : data, exists);
     }
   }
   __device__ __forceinline__ void FetchInputs(const KdaInputs<bf16>& inputs, int row_in_sequence, KdaTile tile) const {
-    Fetch(s.half[0].raw[0], query, p.qkv.ld, tile);
-    Fetch(s.half[0].raw[1], query + width, p.qkv.ld, tile);
-    Fetch(s.half[0].raw[2], decay, p.decay.ld, tile);
+    const uint32_t thread = Fresh(this->thread);
+    Fetch(s.half[0].raw[0], p.qkv, home, tile, thread);
+    Fetch(s.half[0].raw[1], p.qkv, home + width, tile, thread);
+    Fetch(s.half[0].raw[2], p.decay, home, tile, thread);
     if constexpr (!kConvolved) {
       constexpr int kPieces = 3 * (kTileTaps - 1) * 16;
 #pragma unroll
-      for (int i = Fresh(thread); i < kPieces; i += kTeamThreads) {
+      for (int i = thread; i < kPieces; i += kTeamThreads) {
         const int piece = i % 16, row = i / 16 % (kTileTaps - 1), part = i / 16 / (kTileTaps - 1);
         const bf16* source = inputs.Row(row_in_sequence - (kTileTaps - 1) + row);
         const bool exists = source != nullptr;
@@ -92,7 +93,7 @@ struct KdaTeamWarp {
     }
   }
   __device__ __forceinline__ void FetchValues(int parity, KdaTile tile) const {
-    Fetch(s.half[0].value[parity], query + 2 * width, p.qkv.ld, tile);
+    Fetch(s.half[0].value[parity], p.qkv, home + 2 * width, tile, Fresh(thread));
   }
 
   // Convolution and SiLU in place, to fp16. x sigmoid(x) = h + h tanh(h) with h = x / 2.
@@ -124,8 +125,8 @@ struct KdaTeamWarp {
   // The lane's row of ldmatrix in the first pieces of a tile's row: [16 rows, 2 pieces], down the rows first or not.
   // Others are XOR 32 (two pieces on) and + kHalfBytes.
   __device__ __forceinline__ uint32_t MatrixRow(const KdaHalfTile& tile, bool rows_first) const {
-    const int lane = Fresh(this->lane), row = rows_first ? lane % 16 : lane / 16 * 8 + lane % 8;
-    return SharedAddress(tile.bytes) + Swizzle128(row, rows_first ? lane / 16 : lane / 8 % 2);
+    const uint32_t lane = Fresh(this->lane), row = rows_first ? lane % 16 : lane / 16 * 8 + lane % 8;
+    return SharedAddress(tile.bytes) + TeamPiece(row, rows_first ? lane / 16 : lane / 8 % 2);
   }
 
   // Sums of squares of the rows over the warp's channels, from the diagonal of the product with itself.
@@ -144,7 +145,7 @@ struct KdaTeamWarp {
         MmaF16(high, rows, rows[1], rows[3]);
       }
     }
-    const int lane = Fresh(this->lane), g = lane / 4;
+    const uint32_t lane = Fresh(this->lane), g = lane / 4;
     if (lane % 4 == g / 2) {
       to[g] = g % 2 ? low[1] : low[0];
       to[g + 8] = g % 2 ? high[3] : high[2];
@@ -189,7 +190,7 @@ struct KdaTeamWarp {
   // All operands of the tile. The slot must be free.
   __device__ __forceinline__ void Operands(const float (&c0)[kTileRows], const float (&c1)[kTileRows]) const {
     {
-      const int lane = Fresh(this->lane), which = lane / 16, row = lane % 16;
+      const uint32_t lane = Fresh(this->lane), which = lane / 16, row = lane % 16;
       const float square = s.squares[0][which][row] + s.squares[1][which][row];
       reinterpret_cast<float*>(&s.scale[half][row])[which] =
           rsqrtf(square + kL2NormEps) * (which == 0 ? 0.08838834764831845f : 1.0f);
@@ -232,7 +233,7 @@ struct KdaTeamWarp {
       Pair(s.half[0].restored_k, row) = PackF16(kf0 * after0, kf1 * after1);
     }
     // Channels 16 m + 8 n + 2 t and the next lie at 16 m + 4 t + 2 n.
-    const int channel = half * 64 + 2 * Fresh(lane);
+    const uint32_t channel = half * 64 + 2 * Fresh(lane);
     *reinterpret_cast<float2*>(&s.decay[channel / 16 * 16 + channel % 8 * 2 + channel / 8 % 2 * 2]) = {
         Exp2(c0[kTileRows - 1]), Exp2(c1[kTileRows - 1])};
     FenceSharedForMatrix();
@@ -260,7 +261,7 @@ struct KdaTeamWarp {
   }
   // A, its inverse by substitution in fp32 (spec 4.3), T diag(beta). One warp.
   __device__ __forceinline__ void Invert(const float (&sum)[2][4]) const {
-    const int lane = Fresh(this->lane), g = lane / 4, t = lane % 4;
+    const uint32_t lane = Fresh(this->lane), g = lane / 4, t = lane % 4;
     // Transposed. Nothing takes what stands above the diagonal: those products may be huge.
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -299,7 +300,7 @@ struct KdaTeamWarp {
     }
   }
   __device__ __forceinline__ void OutputScores(const float (&sum)[2][4]) const {
-    const int lane = Fresh(this->lane), g = lane / 4, t = lane % 4;
+    const uint32_t lane = Fresh(this->lane), g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -313,7 +314,8 @@ struct KdaTeamWarp {
 
   // Outputs of a tile that the walkers have left, to where they belong; normed and gated with kNorm.
   __device__ __forceinline__ void Store(int parity, KdaTile tile) const {
-    const int thread = Fresh(this->thread), piece = thread % 16, first = thread / 16, count = tile.end - tile.begin;
+    const uint32_t thread = Fresh(this->thread);
+    const int piece = thread % 16, first = thread / 16, count = tile.end - tile.begin;
     float weight[8];
     uint4 gates[kTileRows / 4];
     if constexpr (kNorm) {
@@ -383,9 +385,6 @@ __device__ __forceinline__ void KdaPrepareTiles(const KdaParams& p, const Sequen
   const float2 bias = *reinterpret_cast<const float2*>(p.dt_bias + home + self.half * 64 + 2 * self.lane);
   self.bias0 = bias.x * self.slope;
   self.bias1 = bias.y * self.slope;
-  const int64_t own_column = home + self.thread % 16 * 8;
-  self.query = static_cast<const bf16*>(p.qkv.data) + self.thread / 16 * p.qkv.ld + own_column;
-  self.decay = static_cast<const bf16*>(p.decay.data) + self.thread / 16 * p.decay.ld + own_column;
   const KdaInputs<bf16> inputs = MakeKdaInputs<bf16>(p, sequence_begin, slot);
   // As loaded, so that nothing waits for it before it is needed.
   constexpr uint32_t kNoBeta = 0xff80;  // minus infinity

@@ -12,7 +12,7 @@ constexpr int kTileRows = 16;
 constexpr int kTileDim = 128;
 constexpr int kTileTaps = 4;
 constexpr int kTeams = 6;
-constexpr int kWalkers = 4;                       // warps that hold the state, warpgroups
+constexpr int kWalkers = 8;                       // warps that hold the state, warpgroups
 constexpr int kParts = kTileDim / 16 / kWalkers;  // of the state in a warp, 64 values each
 constexpr int kFusedThreads = 32 * (kWalkers + 2 * kTeams);
 constexpr int kTeamThreads = 64;
@@ -101,14 +101,14 @@ __device__ __forceinline__ void ArriveAsWarp(uint64_t* barrier, int lane) {
 
 // The same number, from which nothing is computed ahead: kept over all tiles, addresses of every stage would take up
 // more registers than there are.
-__device__ __forceinline__ int Fresh(int number) {
+__device__ __forceinline__ uint32_t Fresh(uint32_t number) {
   asm volatile("" : "+r"(number));
   return number;
 }
 
 // Where 16 bytes of a row of 128 elements lie in a pair of KdaHalfTile, from the first one's begin.
-__device__ __forceinline__ int TeamPiece(int row, int piece) {
-  return piece / 8 * kHalfBytes + Swizzle128(row, piece % 8);
+__device__ __forceinline__ uint32_t TeamPiece(uint32_t row, uint32_t piece) {
+  return piece / 8 * kHalfBytes + row * 128 + ((piece % 8 ^ row % 8) << 4);
 }
 
 // The tiles of a sequence, [begin, end) in packed rows; begin == last: no more.
