@@ -10,7 +10,7 @@
 //   O^T = S^T (q e^C)^T + V^T M^T
 //   S^T <- S^T diag(e^C_end) + V^T (k e^(C_end - C))
 // with T the inverse of I + A. Tiles end at multiples of 16 of the absolute position and after snapshot rows. Products
-// with the state are the warpgroup's, -k e^C and q e^C as one operand of 32 tokens. Each score matrix is one product,
+// with the state are the warpgroup's, k e^C and q e^C as one operand of 32 tokens. Each score matrix is one product,
 // of k and q times e^(C_i - R) and of k times e^(R - C_j). With the bounded gate R = 0: exponents lie within 80 nats.
 // The unbounded gate fits into the range of fp32 by two measures: a token's decay counts as at least 2^-21, and R is
 // C_7 + B for rows 0-7, C_7 - B for the others, B = kAnchorShift (base 2). Scores between the two come out 2^2B times
@@ -33,19 +33,16 @@ __device__ __forceinline__ void KdaWalkTiles(const KdaParams& p, const SequenceB
   const int lane = threadIdx.x % 32, t = lane % 4;
   const int64_t home = static_cast<int64_t>(head) * kTileDim * kTileDim;
   const bool transition = kSplit && __any_sync(kAllLanes, run.transition);
-  float state[kParts][16][4];  // of values 16 warp .. 16 warp + 15 and of those 64 further on
-#pragma unroll
-  for (int h = 0; h < kParts; ++h) {
-    const int value = 64 * h + 16 * warp;
-    if (slot >= 0 && !(kSplit && run.segment > 0)) {
-      LoadState(reinterpret_cast<const StateT*>(KdaStateSlot(p, slot)) + home, value, lane, state[h]);
-      continue;
-    }
+  const int value = 16 * warp;
+  float state[16][4];
+  if (slot >= 0 && !(kSplit && run.segment > 0)) {
+    LoadState(reinterpret_cast<const StateT*>(KdaStateSlot(p, slot)) + home, value, lane, state);
+  } else {
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        state[h][n][e] = transition && 8 * n + 2 * t + e % 2 == value + lane / 4 + e / 2 * 8 ? 1.0f : 0.0f;
+        state[n][e] = transition && 8 * n + 2 * t + e % 2 == value + lane / 4 + e / 2 * 8 ? 1.0f : 0.0f;
       }
     }
   }
@@ -53,12 +50,12 @@ __device__ __forceinline__ void KdaWalkTiles(const KdaParams& p, const SequenceB
   int snapshot_row = snapshot < batch.num_snapshots ? batch.snapshot_row[snapshot] : kNoRow;
 
   const uint32_t teams = SharedAddress(&shared.teams[0]);
-  const uint64_t reads = SharedOperand(&shared.teams[0].half[0].minus_k);
+  const uint64_t reads = SharedOperand(&shared.teams[0].half[0].decayed_k);
   const uint64_t restored_k = SharedOperand(&shared.teams[0].half[0].restored_k, 1024, kHalfBytes);
   constexpr int kInFlight = 3;
   uint32_t base = teams, team = 0, parity = 0;
-  for (KdaTile tile = tiles.From(batch, tiles.first); __any_sync(kAllLanes, tile.begin < tiles.last);
-       tile = tiles.From(batch, tile.end)) {
+  KdaTile tile = tiles.From(batch, tiles.first);
+  while (__any_sync(kAllLanes, tile.begin < tiles.last)) {
     BarrierWait(&shared.full[team], parity);
     // The lane's row of ldmatrix for tokens as columns of a product.
     const uint32_t fresh = Fresh(lane), token = fresh / 16 * 8 + fresh % 8, token_piece = fresh / 8 % 2;
@@ -66,18 +63,17 @@ __device__ __forceinline__ void KdaWalkTiles(const KdaParams& p, const SequenceB
         base + offsetof(KdaTeamHalf, value) + parity * sizeof(KdaHalfTile) + TeamPiece(token, 2 * warp + token_piece);
     const uint32_t small = base + (token * kSmallStride + token_piece * 8) * 2;
     const uint32_t operands = team * (sizeof(KdaTeam) / 16);  // of descriptors
-    float read[kParts][16];                                   // -(k e^C) S of the tokens, then (q e^C) S
-    GroupMmaWait<0>();                                        // no product is in flight; tells the compiler
     const float* decays = shared.teams[team].decay + 4 * (fresh % 4);
-    // Few products are in flight at a time so that few copies of the state take up registers.
+    float read[16];     // (k e^C) S of the tokens, then (q e^C) S
+    GroupMmaWait<0>();  // no product is in flight; tells the compiler
+                        // Few products are in flight at a time so that few copies of the state take up registers.
 #pragma unroll
-    for (int i = 0; i < 8 * kParts; ++i) {
-      const int h = i / 8, k = i % 8;
-      float(&low)[4] = state[h][2 * k], (&high)[4] = state[h][2 * k + 1];
+    for (int k = 0; k < 8; ++k) {
+      float(&low)[4] = state[2 * k], (&high)[4] = state[2 * k + 1];
       const uint32_t rows[4] = {PackF16(low[0], low[1]), PackF16(low[2], low[3]), PackF16(high[0], high[1]),
                                 PackF16(high[2], high[3])};
       GroupMmaFence();
-      GroupMmaF16<32>(read[h], rows, reads + operands + k / 4 * (kHalfBytes / 16) + k % 4 * 2, k > 0);
+      GroupMmaF16<32>(read, rows, reads + operands + k / 4 * (kHalfBytes / 16) + k % 4 * 2, k > 0);
       GroupMmaCommit();
       // The decay of what is being read.
       const float4 decay = *reinterpret_cast<const float4*>(decays + 16 * k);
@@ -89,74 +85,64 @@ __device__ __forceinline__ void KdaWalkTiles(const KdaParams& p, const SequenceB
       high[1] *= decay.w;
       high[2] *= decay.z;
       high[3] *= decay.w;
-      if (i >= kInFlight - 1 && i < 8 * kParts - 1) GroupMmaWait<kInFlight - 1>();
+      if (k >= kInFlight - 1 && k < 7) GroupMmaWait<kInFlight - 1>();
     }
-    uint32_t inverse[4];
+    uint32_t inverse[4], values[4] = {};
     LoadMatrix4<offsetof(KdaTeam, inverse)>(inverse, small);
+    if (!transition) LoadMatrix4Transposed<0>(values, own);
+    GroupMmaWait<0>();
 #pragma unroll
-    for (int h = 0; h < kParts; ++h) {
-      uint32_t values[4] = {};
-      if (!transition) LoadMatrix4Transposed<0>(values, own + h * kHalfBytes);
-      if (h == kParts - 1) GroupMmaWait<kParts - 1>();
-      float(&x)[16] = read[h];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 v = kConvolved ? float2{LowBf16(values[i]), HighBf16(values[i])} : UnpackF16(values[i]);
-        x[2 * i] += v.x;
-        x[2 * i + 1] += v.y;
-      }
-      float w[2][4], o[2][4];
-      const uint32_t v[4] = {PackF16(x[0], x[1]), PackF16(x[2], x[3]), PackF16(x[4], x[5]), PackF16(x[6], x[7])};
-      MmaF16From0(w[0], v, inverse[0], inverse[1]);
-      MmaF16From0(w[1], v, inverse[2], inverse[3]);
-      const uint32_t columns[4] = {PackF16(w[0][0], w[0][1]), PackF16(w[0][2], w[0][3]), PackF16(w[1][0], w[1][1]),
-                                   PackF16(w[1][2], w[1][3])};
-      GroupMmaFence();
-      GroupMmaF16<128, true>(reinterpret_cast<float(&)[64]>(state[h]), columns, restored_k + operands);
-      GroupMmaCommit();
-      uint32_t scores[4];
-      LoadMatrix4<offsetof(KdaTeam, scores)>(scores, small);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) o[i / 4][i % 4] = x[8 + i];
-      MmaF16(o[0], columns, scores[0], scores[1]);
-      MmaF16(o[1], columns, scores[2], scores[3]);
-      uint32_t outputs[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float y = o[i / 2][i % 2 * 2], z = o[i / 2][i % 2 * 2 + 1];
-        outputs[i] = transition ? PackF16(y, z) : PackBf16(y, z);
-      }
-      StoreMatrix4Transposed<0>(own + h * kHalfBytes, outputs);
+    for (int i = 0; i < 4; ++i) {
+      const float2 v = kConvolved ? float2{LowBf16(values[i]), HighBf16(values[i])} : UnpackF16(values[i]);
+      read[2 * i] = v.x - read[2 * i];
+      read[2 * i + 1] = v.y - read[2 * i + 1];
     }
+    float w[2][4], o[2][4];
+    const uint32_t v[4] = {PackF16(read[0], read[1]), PackF16(read[2], read[3]), PackF16(read[4], read[5]),
+                           PackF16(read[6], read[7])};
+    MmaF16From0(w[0], v, inverse[0], inverse[1]);
+    MmaF16From0(w[1], v, inverse[2], inverse[3]);
+    const uint32_t columns[4] = {PackF16(w[0][0], w[0][1]), PackF16(w[0][2], w[0][3]), PackF16(w[1][0], w[1][1]),
+                                 PackF16(w[1][2], w[1][3])};
+    GroupMmaFence();
+    GroupMmaF16<128, true>(reinterpret_cast<float(&)[64]>(state), columns, restored_k + operands);
+    GroupMmaCommit();
+    uint32_t scores[4];
+    LoadMatrix4<offsetof(KdaTeam, scores)>(scores, small);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) o[i / 4][i % 4] = read[8 + i];
+    MmaF16(o[0], columns, scores[0], scores[1]);
+    MmaF16(o[1], columns, scores[2], scores[3]);
+    uint32_t outputs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = o[i / 2][i % 2 * 2], y = o[i / 2][i % 2 * 2 + 1];
+      outputs[i] = transition ? PackF16(x, y) : PackBf16(x, y);
+    }
+    StoreMatrix4Transposed<0>(own, outputs);
+    const KdaTile next = tiles.From(batch, tile.end);
     GroupMmaWait<0>();
     ArriveAsWarp(&shared.done[team], lane);
     base += sizeof(KdaTeam);
     if (++team == kTeams) team = 0, base = teams, parity ^= 1;
     while (__any_sync(kAllLanes, snapshot_row == tile.end - 1)) {
-#pragma unroll
-      for (int h = 0; h < kParts; ++h) {
-        const int value = 64 * h + 16 * warp;
-        if (transition) {
-          StoreRounded(split.snapshots + snapshot * static_cast<int64_t>(p.heads) * kTileDim * kTileDim + home, value,
-                       lane, state[h]);
-        } else {
-          StoreState(reinterpret_cast<StateT*>(KdaStateSlot(p, batch.snapshot_slot[snapshot])) + home, value, lane,
-                     state[h]);
-        }
+      if (transition) {
+        StoreRounded(split.snapshots + snapshot * static_cast<int64_t>(p.heads) * kTileDim * kTileDim + home, value,
+                     lane, state);
+      } else {
+        StoreState(reinterpret_cast<StateT*>(KdaStateSlot(p, batch.snapshot_slot[snapshot])) + home, value, lane,
+                   state);
       }
       ++snapshot;
       snapshot_row = snapshot < batch.num_snapshots ? batch.snapshot_row[snapshot] : kNoRow;
     }
+    tile = next;
   }
-#pragma unroll
-  for (int h = 0; h < kParts; ++h) {
-    const int value = 64 * h + 16 * warp;
-    if (kSplit && (run.segment > 0 || !run.last)) {
-      float* to = run.segment == 0 ? run.border[p.heads].in : transition ? run.border->transition : run.border->zero;
-      transition ? StoreRounded(to, value, lane, state[h]) : StoreState(to, value, lane, state[h]);
-    } else if (slot >= 0) {
-      StoreState(reinterpret_cast<StateT*>(KdaStateSlot(p, slot)) + home, value, lane, state[h]);
-    }
+  if (kSplit && (run.segment > 0 || !run.last)) {
+    float* to = run.segment == 0 ? run.border[p.heads].in : transition ? run.border->transition : run.border->zero;
+    transition ? StoreRounded(to, value, lane, state) : StoreState(to, value, lane, state);
+  } else if (slot >= 0) {
+    StoreState(reinterpret_cast<StateT*>(KdaStateSlot(p, slot)) + home, value, lane, state);
   }
 }
 

@@ -39,7 +39,9 @@ struct KdaTeamWarp {
     return *reinterpret_cast<uint32_t*>(tile.bytes + half * kHalfBytes + row * 128 + ((lane * 4) ^ (row % 8 * 16)));
   }
 
-  // Puts 128 columns of a tile's rows on their way. Rows that do not exist become zero.
+  // Puts 128 columns of a tile's rows on their way. Elements of rows that do not exist become kAbsent.
+  static constexpr uint32_t kZeros = 0, kNoDecay = 0xff80ff80;  // pairs; minus infinity: a gate's decay is 1
+  template <uint32_t kAbsent = kZeros>
   __device__ __forceinline__ void Fetch(KdaHalfTile& to, const MatrixView& from, int64_t column, KdaTile tile,
                                         uint32_t thread) const {
     const int count = tile.end - tile.begin, row = thread / 16;
@@ -49,7 +51,7 @@ struct KdaTeamWarp {
       for (int i = thread; i < kTileRows * kTileDim; i += kTeamThreads) {
         const int r = i / kTileDim, c = i % kTileDim;
         *reinterpret_cast<bf16*>(to.bytes + TeamPiece(r, c / 8) + c % 8 * 2) =
-            r < count ? data[r * from.ld + c] : FromFloat<bf16>(0.0f);
+            r < count ? data[r * from.ld + c] : FromFloat<bf16>(__uint_as_float(kAbsent & 0xffff0000u));
       }
       return;
     }
@@ -67,14 +69,19 @@ struct KdaTeamWarp {
 #pragma unroll
     for (int i = 0; i < kTileRows / 4; ++i) {
       const bool exists = row + 4 * i < count;
-      CopyAsync16((i % 2 ? target4 : target) + i / 2 * 8 * 128, exists ? source + i * step : data, exists);
+      unsigned char* piece = (i % 2 ? target4 : target) + i / 2 * 8 * 128;
+      if (kAbsent == 0 || exists) {
+        CopyAsync16(piece, exists ? source + i * step : data, exists);
+      } else {
+        *reinterpret_cast<uint4*>(piece) = {kAbsent, kAbsent, kAbsent, kAbsent};
+      }
     }
   }
   __device__ __forceinline__ void FetchInputs(const KdaInputs<bf16>& inputs, int row_in_sequence, KdaTile tile) const {
     const uint32_t thread = Fresh(this->thread);
     Fetch(s.half[0].raw[0], p.qkv, home, tile, thread);
     Fetch(s.half[0].raw[1], p.qkv, home + width, tile, thread);
-    Fetch(s.half[0].raw[2], p.decay, home, tile, thread);
+    Fetch<kNoDecay>(s.half[0].raw[2], p.decay, home, tile, thread);
     if constexpr (!kConvolved) {
       constexpr int kPieces = 3 * (kTileTaps - 1) * 16;
 #pragma unroll
@@ -158,9 +165,8 @@ struct KdaTeamWarp {
     return sum + fmaxf(rate * Softplus2(x), kLeastLog2Decay);
   }
 
-  // c: the lane's running log-decay (base 2) from the tile's start. Rows beyond `count` have none.
-  __device__ __forceinline__ void Begin(int parity, int count, float beta, float (&c0)[kTileRows],
-                                        float (&c1)[kTileRows]) const {
+  // c: the lane's running log-decay (base 2) from the tile's start.
+  __device__ __forceinline__ void Begin(int parity, float beta, float (&c0)[kTileRows], float (&c1)[kTileRows]) const {
     if constexpr (!kConvolved) {
       Convolve(s.half[0].raw[0], 0);
       Convolve(s.half[0].raw[1], 1);
@@ -178,12 +184,6 @@ struct KdaTeamWarp {
       sum1 = Decayed(sum1, fmaf(HighBf16(logits), slope, bias1));
       c0[row] = sum0;
       c1[row] = sum1;
-    }
-    if (count < kTileRows) {
-#pragma unroll
-      for (int row = 1; row < kTileRows; ++row) {
-        if (row >= count) c0[row] = c0[row - 1], c1[row] = c1[row - 1];
-      }
     }
   }
 
@@ -228,7 +228,7 @@ struct KdaTeamWarp {
       Pair(s.half[0].raw[1], row) = PackBf16(kr0, kr1);
       Pair(s.half[0].raw[2], row) = PackBf16(kf0, kf1);
       if constexpr (!kBounded) qr0 *= before0, qr1 *= before1, kr0 *= before0, kr1 *= before1;
-      Pair(s.half[0].minus_k, row) = PackF16(-kr0, -kr1);
+      Pair(s.half[0].decayed_k, row) = PackF16(kr0, kr1);
       Pair(s.half[0].decayed_q, row) = PackF16(qr0, qr1);
       Pair(s.half[0].restored_k, row) = PackF16(kf0 * after0, kf1 * after1);
     }
@@ -380,7 +380,7 @@ __device__ __forceinline__ void KdaPrepareTiles(const KdaParams& p, const Sequen
                                                           static_cast<int>(threadIdx.x % kTeamThreads),
                                                           width,
                                                           home};
-  self.rate = -__expf(p.a_log[head]);
+  self.rate = -fmaxf(__expf(p.a_log[head]), 1e-30f);  // times minus infinity: not NaN
   self.slope = kBounded ? kLog2E * self.rate : kLog2E;
   const float2 bias = *reinterpret_cast<const float2*>(p.dt_bias + home + self.half * 64 + 2 * self.lane);
   self.bias0 = bias.x * self.slope;
@@ -406,7 +406,7 @@ __device__ __forceinline__ void KdaPrepareTiles(const KdaParams& p, const Sequen
     CopyAsyncWait<0>();
     self.Sync();
     asm volatile("" : "+r"(beta));
-    self.Begin(parity, tile.end - tile.begin, Sigmoid(LowBf16(beta)), c0, c1);
+    self.Begin(parity, Sigmoid(LowBf16(beta)), c0, c1);
     self.Sync();
     if (m > 0) BarrierWait(&shared.done[team], 1 - parity);
     self.Operands(c0, c1);

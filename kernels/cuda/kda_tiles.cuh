@@ -12,8 +12,7 @@ constexpr int kTileRows = 16;
 constexpr int kTileDim = 128;
 constexpr int kTileTaps = 4;
 constexpr int kTeams = 6;
-constexpr int kWalkers = 8;                       // warps that hold the state, warpgroups
-constexpr int kParts = kTileDim / 16 / kWalkers;  // of the state in a warp, 64 values each
+constexpr int kWalkers = kTileDim / 16;  // warps that hold the state, two warpgroups
 constexpr int kFusedThreads = 32 * (kWalkers + 2 * kTeams);
 constexpr int kTeamThreads = 64;
 constexpr int kTileRowBytes = kTileDim * 2;
@@ -29,8 +28,8 @@ struct KdaHalfTile {
 struct KdaTeamHalf {
   KdaHalfTile raw[3];    // q, k, decay logits; then the score operands q, k with row factors, k with column factors
   KdaHalfTile value[2];  // by parity of the team's tile: v, in its place then the outputs
-  KdaHalfTile minus_k, decayed_q;  // fp16: -k e^C, q e^C: one operand of 32 rows
-  KdaHalfTile restored_k;          // fp16: k e^(C_end - C)
+  KdaHalfTile decayed_k, decayed_q;  // fp16: k e^C, q e^C: one operand of 32 rows
+  KdaHalfTile restored_k;            // fp16: k e^(C_end - C)
 };
 constexpr int kHalfBytes = sizeof(KdaTeamHalf);
 
