@@ -79,7 +79,7 @@ def unlisted_libraries(binary, text):
 def misplaced_tests():
     """What READMEs say of tests, as `file` Name, OtherName, and the file does not have."""
     sources = {}
-    for path in (ROOT / "tests").rglob("*_test.*"):
+    for path in [*(ROOT / "tests").rglob("*_test.cc"), *(ROOT / "tests").rglob("*_test.py")]:
         sources.setdefault(path.name, []).append(path.read_text())
     wrong = []
     for readme in [path for below in ("", "*/", "*/*/") for path in ROOT.glob(f"{below}README.md")]:
