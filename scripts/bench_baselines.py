@@ -14,8 +14,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 import tempfile
+import time
 import warnings
 
 CACHE_BYTES = 160e6  # of inputs in rotation: more than twice the second-level cache
