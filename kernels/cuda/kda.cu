@@ -165,7 +165,7 @@ struct SegmentLengths {
   int64_t first = 0, others = 0;  // 0: not split
 };
 SegmentLengths ChooseSegments(int64_t tokens, double runs, bool core, int64_t multiprocessors) {
-  const double token_us = core ? 0.088 : 0.14;
+  const double token_us = core ? 0.073 : 0.112;
   SegmentLengths best;
   double least = token_us * static_cast<double>(tokens) - 10;  // two more launches
   const double rest = static_cast<double>(multiprocessors) - runs;
