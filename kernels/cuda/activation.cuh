@@ -13,6 +13,18 @@ __device__ __forceinline__ float ActivateAs(const ActivationSpec& spec, float ga
   const float capped = spec.linear_beta > 0 ? spec.linear_beta * PreciseTanh(up * Reciprocal(spec.linear_beta)) : up;
   return spec.beta * PreciseTanh(gate * Reciprocal(spec.beta)) * Sigmoid(gate) * capped;
 }
+// Two of them, rounded to a pair. SwiGLU shares a reciprocal; its sigmoid is at least 2^-63.
+template <Activation kKind>
+__device__ __forceinline__ uint32_t ActivatePair(const ActivationSpec& spec, float gate0, float up0, float gate1,
+                                                 float up1) {
+  if constexpr (kKind == Activation::kSwiglu) {
+    const float below0 = 1.0f + Exp2(fminf(gate0 * -1.4426950408889634f, 63.0f));
+    const float below1 = 1.0f + Exp2(fminf(gate1 * -1.4426950408889634f, 63.0f));
+    const float both = Reciprocal(below0 * below1);
+    return PackBf16(gate0 * (both * below1) * up0, gate1 * (both * below0) * up1);
+  }
+  return PackBf16(ActivateAs<kKind>(spec, gate0, up0), ActivateAs<kKind>(spec, gate1, up1));
+}
 __device__ __forceinline__ float Activate(const ActivationSpec& spec, float gate, float up) {
   return spec.kind == Activation::kSwiglu ? ActivateAs<Activation::kSwiglu>(spec, gate, up)
                                           : ActivateAs<Activation::kSitu>(spec, gate, up);

@@ -98,6 +98,13 @@ __device__ __forceinline__ void GroupMmaF16(float (&d)[N / 2], const uint32_t (&
     "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
     "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75])
 
+#define K3_NUMBERS_108 K3_NUMBERS_104 ", %104, %105, %106, %107"
+#define K3_NUMBERS_116 K3_NUMBERS_112 ", %112, %113, %114, %115"
+#define K3_NUMBERS_124 K3_NUMBERS_120 ", %120, %121, %122, %123"
+#define K3_SUMS_108 K3_SUMS_104, "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107])
+#define K3_SUMS_116 K3_SUMS_112, "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115])
+#define K3_SUMS_124 K3_SUMS_120, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
+
 #define K3_GROUP_MMA(N, SUMS, FIRST, SECOND, THIRD, FOURTH, FIFTH)                                                     \
   template <bool kTransposedB, bool kTransposedA>                                                                      \
   __device__ __forceinline__ void GroupMma##N(float* d, uint64_t a, uint64_t b, bool accumulate) {                     \
@@ -129,8 +136,11 @@ K3_GROUP_MMA(152, 76, "%76", "%77", "%78", "%79", "%80")
 K3_GROUP_MMA(160, 80, "%80", "%81", "%82", "%83", "%84")
 K3_GROUP_MMA(192, 96, "%96", "%97", "%98", "%99", "%100")
 K3_GROUP_MMA(208, 104, "%104", "%105", "%106", "%107", "%108")
+K3_GROUP_MMA(216, 108, "%108", "%109", "%110", "%111", "%112")
 K3_GROUP_MMA(224, 112, "%112", "%113", "%114", "%115", "%116")
+K3_GROUP_MMA(232, 116, "%116", "%117", "%118", "%119", "%120")
 K3_GROUP_MMA(240, 120, "%120", "%121", "%122", "%123", "%124")
+K3_GROUP_MMA(248, 124, "%124", "%125", "%126", "%127", "%128")
 K3_GROUP_MMA(256, 128, "%128", "%129", "%130", "%131", "%132")
 K3_GROUP_MMA_REGISTERS(64, 32, "%32, %33, %34, %35", "%36", "%37", "%38")
 K3_GROUP_MMA_REGISTERS(128, 64, "%64, %65, %66, %67", "%68", "%69", "%70")
@@ -203,10 +213,16 @@ K3_GROUP_MMA_E4M3(32, 16, "%16, %17, %18, %19", "%20", "%21")
 #undef K3_SUMS_96
 #undef K3_NUMBERS_104
 #undef K3_SUMS_104
+#undef K3_NUMBERS_108
+#undef K3_SUMS_108
 #undef K3_NUMBERS_112
 #undef K3_SUMS_112
+#undef K3_NUMBERS_116
+#undef K3_SUMS_116
 #undef K3_NUMBERS_120
 #undef K3_SUMS_120
+#undef K3_NUMBERS_124
+#undef K3_SUMS_124
 #undef K3_NUMBERS_128
 #undef K3_SUMS_128
 // clang-format on
@@ -225,8 +241,11 @@ __device__ __forceinline__ void GroupMma(float (&d)[kSums], uint64_t a, uint64_t
   if constexpr (N == 160) GroupMma160<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
   if constexpr (N == 192) GroupMma192<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
   if constexpr (N == 208) GroupMma208<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 216) GroupMma216<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
   if constexpr (N == 224) GroupMma224<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 232) GroupMma232<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
   if constexpr (N == 240) GroupMma240<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 248) GroupMma248<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
   if constexpr (N == 256) GroupMma256<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
 }
 

@@ -54,6 +54,25 @@ void Launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t st
   Check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), name);
 }
 
+// Clusters of such a launch that fit on the current device at a time.
+template <typename... Params>
+int ResidentClusters(void (*kernel)(Params...), const LaunchShape& shape, const char* name) {
+  Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared)),
+        name);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = shape.shared;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {shape.cluster, 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  int clusters = 0;
+  Check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), name);
+  return clusters;
+}
+
 // A matrix as the kernels take it: T is the element type that the host check has established.
 template <typename T>
 struct Matrix {

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/moe.cuh"
+#include "kernels/cuda/moe_rows.cuh"
 #include "kernels/cuda/moe_stream.cuh"
 #include "kernels/cuda/moe_stream_mxfp4.cuh"
 #include "kernels/cuda/moe_tile.cuh"
@@ -43,6 +44,7 @@ struct MoeScratch {
     plan.group_count = ints(1);
     plan.pick_of = ints(pairs);
     plan.token_of = ints(pairs);
+    plan.up_done = reinterpret_cast<uint32_t*>(ints(experts));
     share = ints(pairs >= kManyPairs ? kMoePlanBlocks * experts : 0);
     h = take(pairs * inner * static_cast<int64_t>(element));
     y = take(pairs * in * static_cast<int64_t>(element));
@@ -214,22 +216,35 @@ void Streamed(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBl
   StreamProduct<false>(experts, block, args, scratch.inputs, columns, active, queue);
 }
 
-// `rows`: [pairs, args.in], the inputs of the picks. `early`: see LaunchShape; the launch before wrote no weights.
-template <bool kUp>
-void LaunchTiles(const Device& device, const TileArgs& args, const bf16* weights, const void* rows, int64_t pairs,
-                 bool early, cudaStream_t queue) {
+// `early`: see LaunchShape; the launch before wrote no weights.
+void LaunchTiles(const Device& device, const TileArgs& args, const bf16* w13, const bf16* w2, int64_t pairs, bool early,
+                 cudaStream_t queue) {
   const int64_t experts = args.expert_end - args.expert_begin;
   // Every expert may have a tile that is not full.
-  const int64_t tiles =
-      (CeilDiv(pairs, kMoeTilePicks) + std::min<int64_t>(experts, pairs)) * CeilDiv(args.out, kTilePairRows);
-  Launch(&MoeTileKernel<kUp>,
-         {.grid = dim3(static_cast<unsigned>(kTilePair * std::min<int64_t>(tiles, device.multiprocessors / kTilePair))),
-          .block = dim3(kTileThreads),
-          .shared = sizeof(TileShared),
-          .cluster = kTilePair,
-          .early = early},
-         queue, kUp ? "MoeUpTile" : "MoeDownTile", MatrixBoxes(weights, experts, args.out, args.in, kTileWeightRows),
-         MatrixBoxes(rows, 1, pairs, args.in, kTileBoxPicks), args);
+  const int64_t tiles = (CeilDiv(pairs, kMoeTilePicks) + std::min<int64_t>(experts, pairs)) *
+                        std::max(CeilDiv(2 * args.inner, kTilePairRows), CeilDiv(args.width, kTilePairRows));
+  // Every line that is read is asked for just once or by several pairs at a time: no more is fetched than that.
+  const auto boxes = [](const void* data, int64_t planes, int64_t rows, int64_t cols, int box_rows, int box_cols = 64) {
+    return MatrixBoxes(data, planes, rows, cols, box_rows, box_cols, 128);
+  };
+  TileMaps maps;
+  maps.w13 = boxes(w13, experts, 2 * args.inner, args.width, kTileWeightRows);
+  maps.w2 = boxes(w2, experts, args.width, args.inner, kTileWeightRows);
+  maps.rows = boxes(args.rows, 1, pairs, args.width, kTileBoxPicks);
+  maps.h = boxes(args.h, 1, pairs, args.inner, kTileBoxPicks);
+  maps.few_rows = boxes(args.rows, 1, pairs, args.width, kTileBoxFew);
+  maps.few_h = boxes(args.h, 1, pairs, args.inner, kTileBoxFew);
+  maps.h_results = boxes(args.h, 1, pairs, args.inner, kTileBoxOut, kTileOutColumns<true>);
+  maps.y_results = boxes(args.rows, 1, pairs, args.width, kTileBoxOut, kTileOutColumns<false>);
+  LaunchShape shape{.grid = dim3(kTilePair),
+                    .block = dim3(kTileThreads),
+                    .shared = sizeof(TileShared),
+                    .cluster = kTilePair,
+                    .early = early};
+  // Blocks wait for each other.
+  static const int resident = ResidentClusters(&MoeTileKernel, shape, "MoeTile");
+  shape.grid.x *= static_cast<unsigned>(std::min<int64_t>({tiles, device.multiprocessors / kTilePair, resident}));
+  Launch(&MoeTileKernel, shape, queue, "MoeTile", maps, args);
 }
 
 void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& block,
@@ -237,12 +252,19 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
   const bool packed = experts.form == ExpertForm::kMxfp4;
   const int group = packed ? experts.expanded_experts : experts.count;
   const int64_t size13 = 2 * experts.inner * experts.in;
+  TileArgs args;
+  args.plan = scratch.plan;
+  args.width = static_cast<int>(experts.in);
+  args.inner = static_cast<int>(experts.inner);
+  args.activation = p.activation;
+  args.rows = static_cast<bf16*>(scratch.y);
+  args.h = static_cast<bf16*>(scratch.h);
   Launch(p.mxfp8_inputs ? &MoePermuteKernel<true> : &MoePermuteKernel<false>,
          {.grid = dim3(static_cast<unsigned>(block.tokens)),
           .block = dim3(static_cast<unsigned>(std::min<int64_t>(512, RoundUp(experts.in / 8, 32)))),
           .early = true},
          queue, "MoePermute", AsMatrix<const bf16>(block.x), static_cast<const int*>(scratch.plan.pick_of), block.top_k,
-         static_cast<int>(experts.in), static_cast<bf16*>(scratch.y));
+         args.width, args.rows);
   for (int first = 0; first < experts.count; first += group) {
     const int last = std::min<int>(experts.count, first + group);
     const bf16* w13 = static_cast<const bf16*>(experts.w13.data());
@@ -260,21 +282,16 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
       w13 = space;
       w2 = space + group * size13;
     }
-    TileArgs args;
-    args.plan = scratch.plan;
     args.expert_begin = first;
     args.expert_end = last;
-    args.activation = p.activation;
-    args.in = static_cast<int>(experts.in);
-    args.out = static_cast<int>(2 * experts.inner);
-    args.y = static_cast<bf16*>(scratch.h);
-    // The picks' rows of x lie where y will be.
-    LaunchTiles<true>(device, args, w13, scratch.y, block.pairs(), !packed, queue);
-    if (p.mxfp8_inputs) RoundInner<bf16>(experts, block, scratch, first, last, queue);
-    args.in = static_cast<int>(experts.inner);
-    args.out = static_cast<int>(experts.in);
-    args.y = static_cast<bf16*>(scratch.y);
-    LaunchTiles<false>(device, args, w2, scratch.h, block.pairs(), true, queue);
+    args.up = true;
+    args.down = !p.mxfp8_inputs;
+    LaunchTiles(device, args, w13, w2, block.pairs(), !packed, queue);
+    if (args.down) continue;
+    RoundInner<bf16>(experts, block, scratch, first, last, queue);
+    args.up = false;
+    args.down = true;
+    LaunchTiles(device, args, w13, w2, block.pairs(), true, queue);
   }
 }
 

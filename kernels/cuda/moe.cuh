@@ -36,6 +36,7 @@ struct MoePlan {
   int* group_count;   // [1]
   int* pick_of;       // [tokens * top_k] pick of (token, j), -1 where the expert is not local
   int* token_of;      // [tokens * top_k] token of each pick
+  uint32_t* up_done;  // [experts] blocks' tiles of the large up product that have ended; zeroed with the plan
 };
 
 struct PlanArgs {
@@ -86,6 +87,9 @@ __device__ __forceinline__ void LayOutPicks(const PlanArgs& args, int* shared, c
       }
       place(e, pick_end - count);
     }
+  }
+  if (args.group_picks == 0) {
+    for (int i = threadIdx.x; i < args.experts; i += blockDim.x) plan.up_done[i] = 0;
   }
   if (threadIdx.x == 0) {
     plan.expert_begin[args.experts] = picks;

@@ -87,6 +87,15 @@ __device__ __forceinline__ void CopyTensor3(void* shared, const void* map, int x
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(SharedAddress(barrier))
       : "memory");
 }
+// The same with a policy of the second-level cache.
+__device__ __forceinline__ void CopyTensor3Hinted(void* shared, const void* map, int x, int y, int z, uint64_t* barrier,
+                                                  uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
+      "%3, %4}], [%5], %6;" ::"r"(SharedAddress(shared)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(SharedAddress(barrier)), "l"(policy)
+      : "memory");
+}
 __device__ __forceinline__ void CopyTensor4(void* shared, const void* map, int x, int y, int z, int w,
                                             uint64_t* barrier) {
   asm volatile(
@@ -96,8 +105,25 @@ __device__ __forceinline__ void CopyTensor4(void* shared, const void* map, int x
       : "memory");
 }
 
+// The other way, one box from shared memory; what lies outside the tensor is left out. One thread issues copies, closes
+// a group of them and waits for all of its groups: until shared memory has been read, or until all is written.
+__device__ __forceinline__ void CopyTensor3Out(const void* map, int x, int y, int z, const void* shared,
+                                               uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%1, %2, %3}], [%4], %5;" ::"l"(
+          map),
+      "r"(x), "r"(y), "r"(z), "r"(SharedAddress(shared)), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ void CopyOutCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void CopyOutWaitRead() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void CopyOutWait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Orders this thread's earlier writes to shared memory before later bulk copies out of it; a barrier must follow.
 __device__ __forceinline__ void FenceSharedForCopy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Between what this thread has written to global memory, or has learnt to be written, and copies of it by the engine.
+__device__ __forceinline__ void FenceGlobalForCopy() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // --- counters in global memory ---
 

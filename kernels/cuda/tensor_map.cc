@@ -19,9 +19,9 @@ PFN_cuTensorMapEncodeTiled_v12000 Encode() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
 }
 
-// Sizes in elements and strides in bytes, innermost first; strides are those of dimension 1 and up. `promotion`: what the
-// second-level cache fetches at a time. Where the copy asks for the rest anyway, more than a row of the box, 128 bytes,
-// only adds traffic between the halves of that cache, by half.
+// Sizes in elements and strides in bytes, innermost first; strides are those of dimension 1 and up. `promotion`: what
+// the second-level cache fetches at a time. Where the copy asks for the rest anyway, more than a row of the box, 128
+// bytes, only adds traffic between the halves of that cache, by half.
 template <int kRank>
 CUtensorMap Boxes(const void* data, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
                   const cuuint32_t (&box)[kRank], CUtensorMapL2promotion promotion) {
@@ -36,7 +36,8 @@ CUtensorMap Boxes(const void* data, const cuuint64_t (&sizes)[kRank], const cuui
   CUtensorMap map;
   const CUresult result =
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(data), sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_INTERLEAVE_NONE, box[0] == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+             promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   K3_REQUIRE(result == CUDA_SUCCESS, "no tensor map for " + shape + ": driver error " + std::to_string(result));
   return map;
 }
@@ -44,10 +45,11 @@ CUtensorMap Boxes(const void* data, const cuuint64_t (&sizes)[kRank], const cuui
 }  // namespace
 
 CUtensorMap MatrixBoxes(const void* data, int64_t planes, int64_t plane_stride, int64_t rows, int64_t cols, int64_t ld,
-                        int box_rows) {
+                        int box_rows, int box_cols, int fetch) {
   return Boxes<3>(data, {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(planes)},
                   {static_cast<cuuint64_t>(ld) * 2, static_cast<cuuint64_t>(plane_stride) * 2},
-                  {64, static_cast<cuuint32_t>(box_rows), 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+                  {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows), 1},
+                  fetch == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 CUtensorMap LineBoxes(const void* data, int64_t pages, int64_t page_stride, int64_t page_size, int64_t cols) {

@@ -7,14 +7,16 @@
 // Descriptions of tensors in global memory for the copy engine.
 namespace k3::cuda {
 
-// bf16 matrices [planes][rows, cols], brought box by box: [box_rows, 64] with 128-byte swizzle, elements outside a
-// matrix as zeros. Rows are `ld` elements apart, planes `plane_stride`, both multiples of 8; `data` is aligned to 16
-// bytes and alive as long as the map is used; box_rows is at most 256.
+// bf16 matrices [planes][rows, cols], brought or taken box by box: [box_rows, box_cols] with 128-byte swizzle (64
+// columns) or 64-byte swizzle (32), elements outside a matrix as zeros. Rows are `ld` elements apart, planes
+// `plane_stride`, both multiples of 8; `data` is aligned to 16 bytes and alive as long as the map is used; box_rows is
+// at most 256. The second-level cache fetches `fetch` bytes at a time, 128 or 256, for what is read.
 CUtensorMap MatrixBoxes(const void* data, int64_t planes, int64_t plane_stride, int64_t rows, int64_t cols, int64_t ld,
-                        int box_rows);
+                        int box_rows, int box_cols = 64, int fetch = 256);
 // The same without gaps.
-inline CUtensorMap MatrixBoxes(const void* data, int64_t planes, int64_t rows, int64_t cols, int box_rows) {
-  return MatrixBoxes(data, planes, rows * cols, rows, cols, cols, box_rows);
+inline CUtensorMap MatrixBoxes(const void* data, int64_t planes, int64_t rows, int64_t cols, int box_rows,
+                               int box_cols = 64, int fetch = 256) {
+  return MatrixBoxes(data, planes, rows * cols, rows, cols, cols, box_rows, box_cols, fetch);
 }
 
 // bf16 lines of `cols` elements, [pages][page_size], brought eight at a time: boxes [cols / 64][8, 64] with 128-byte

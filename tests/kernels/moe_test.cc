@@ -215,6 +215,9 @@ TEST_P(MoeTest, SwigluExperts) {
   Layer layer = MakeLayer(WeightKind::kBf16, 6, 64, 64, 9);
   layer.activation = {Activation::kSwiglu, 1, 0};
   Check(layer, 0, 6, RandomIds(20, 6, 2, 10), 2, 11, "SwiGLU");
+  Check(layer, 0, 6, RandomIds(150, 6, 2, 10), 2, 11, "SwiGLU of many tokens");
+  // Gates up to some hundreds, whose sigmoids leave the range of floats.
+  Check(layer, 0, 6, RandomIds(150, 6, 2, 10), 2, 11, "SwiGLU of large inputs", 80);
 }
 
 // B37: all tokens to one pair of experts, to the first or the last, others empty; guard bytes are checked by the
@@ -256,8 +259,8 @@ TEST_P(MoeTest, OneExpertAmongManyGetsMostTokens) {
 
 // The tiles of the large products are as wide as an expert's picks ask for, up to 320.
 TEST_P(MoeTest, AnyNumberOfPicksAnExpert) {
-  const std::vector<int32_t> counts = {17,  0,   50,  90,  128, 150, 161, 200, 209,
-                                       225, 256, 257, 288, 300, 305, 1,   321, 1500};
+  const std::vector<int32_t> counts = {17,  0,   50,  90,  128, 150, 161, 200, 209, 216, 225, 233, 241, 249,
+                                       256, 257, 265, 273, 281, 288, 296, 300, 305, 313, 1,   321, 1500};
   for (WeightKind kind : {WeightKind::kBf16, WeightKind::kMxfp4}) {
     if (slow() && kind == WeightKind::kMxfp4) continue;
     const Layer layer = MakeLayer(kind, static_cast<int32_t>(counts.size()), 64, 96, 25);
@@ -266,6 +269,24 @@ TEST_P(MoeTest, AnyNumberOfPicksAnExpert) {
       ids.insert(ids.end(), static_cast<size_t>(counts[e]), static_cast<int32_t>(e));
     std::shuffle(ids.begin(), ids.end(), std::mt19937(26));
     Check(layer, 0, static_cast<int32_t>(counts.size()), ids, 1, 27, "every width");
+  }
+}
+
+// More tiles of the large products than a device takes at a time: the second product waits for the first's in parts.
+TEST_P(MoeTest, ManyTilesOfBothProducts) {
+  constexpr int32_t kExperts = 80;
+  for (WeightKind kind : {WeightKind::kBf16, WeightKind::kMxfp4}) {
+    if (slow() && kind == WeightKind::kMxfp4) continue;
+    Layer layer = MakeLayer(kind, kExperts, 160, 96, 34);
+    layer.activation = {Activation::kSwiglu, 1, 0};
+    // Ten of the experts get half of the picks, and expert 3 none.
+    std::vector<int32_t> ids;
+    std::mt19937 engine(35);
+    for (int i = 0; i < 2200; ++i) {
+      const int32_t id = static_cast<int32_t>(engine() % (i % 2 == 0 ? 10 : kExperts));
+      ids.push_back(id == 3 ? 4 : id);
+    }
+    Check(layer, 0, kExperts, ids, 1, 36, "bf16 or MXFP4 " + std::to_string(static_cast<int>(kind)));
   }
 }
 
