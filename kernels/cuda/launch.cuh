@@ -24,6 +24,9 @@ struct LaunchShape {
   // May start once every block of the launch before has called GridDependencyRelease or ended. The kernel calls
   // GridDependencyWait before it touches anything that the launch before writes, or reads what it itself writes.
   bool early = false;
+  // All blocks, which are no more than fit, are on the device at a time, whatever else runs there: they wait for each
+  // other.
+  bool together = false;
 };
 
 // Launches `kernel` and checks the launch. Asynchronous errors surface at the next synchronization.
@@ -39,12 +42,17 @@ void Launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t st
   config.blockDim = shape.block;
   config.dynamicSmemBytes = shape.shared;
   config.stream = stream;
-  cudaLaunchAttribute attribute[2];
+  cudaLaunchAttribute attribute[3];
   config.attrs = attribute;
   if (shape.cluster > 1) {
     cudaLaunchAttribute& cluster = attribute[config.numAttrs++];
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {shape.cluster, 1, 1};
+  }
+  if (shape.together) {
+    cudaLaunchAttribute& together = attribute[config.numAttrs++];
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
   }
   if (shape.early) {
     cudaLaunchAttribute& early = attribute[config.numAttrs++];

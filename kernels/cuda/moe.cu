@@ -223,9 +223,11 @@ void LaunchTiles(const Device& device, const TileArgs& args, const bf16* w13, co
   // Every expert may have a tile that is not full.
   const int64_t tiles = (CeilDiv(pairs, kMoeTilePicks) + std::min<int64_t>(experts, pairs)) *
                         std::max(CeilDiv(2 * args.inner, kTilePairRows), CeilDiv(args.width, kTilePairRows));
-  // Every line that is read is asked for just once or by several pairs at a time: no more is fetched than that.
-  const auto boxes = [](const void* data, int64_t planes, int64_t rows, int64_t cols, int box_rows, int box_cols = 64) {
-    return MatrixBoxes(data, planes, rows, cols, box_rows, box_cols, 128);
+  // Of weights that leave the second-level cache first nothing is fetched ahead.
+  const int fetch = args.weights_once ? 128 : 256;
+  const auto boxes = [&](const void* data, int64_t planes, int64_t rows, int64_t cols, int box_rows,
+                         int box_cols = 64) {
+    return MatrixBoxes(data, planes, rows, cols, box_rows, box_cols, fetch);
   };
   TileMaps maps;
   maps.w13 = boxes(w13, experts, 2 * args.inner, args.width, kTileWeightRows);
@@ -240,8 +242,8 @@ void LaunchTiles(const Device& device, const TileArgs& args, const bf16* w13, co
                     .block = dim3(kTileThreads),
                     .shared = sizeof(TileShared),
                     .cluster = kTilePair,
-                    .early = early};
-  // Blocks wait for each other.
+                    .early = early,
+                    .together = true};
   static const int resident = ResidentClusters(&MoeTileKernel, shape, "MoeTile");
   shape.grid.x *= static_cast<unsigned>(std::min<int64_t>({tiles, device.multiprocessors / kTilePair, resident}));
   Launch(&MoeTileKernel, shape, queue, "MoeTile", maps, args);
@@ -256,6 +258,7 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
   args.plan = scratch.plan;
   args.width = static_cast<int>(experts.in);
   args.inner = static_cast<int>(experts.inner);
+  args.weights_once = block.pairs() <= int64_t{kMoeTilePicks} * experts.count;
   args.activation = p.activation;
   args.rows = static_cast<bf16*>(scratch.y);
   args.h = static_cast<bf16*>(scratch.h);

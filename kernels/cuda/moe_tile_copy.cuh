@@ -8,8 +8,8 @@ namespace k3::cuda {
 // One thread.
 __device__ __forceinline__ void CopyTiles(TileShared& s, const TileMaps& maps, const TileArgs& args) {
   const int rank = static_cast<int>(ClusterRank());
-  const uint64_t policy = EvictFirstPolicy();  // weights are read once
-  int n = 0;                                   // turns of the ring so far
+  const uint64_t policy = args.weights_once ? EvictFirstPolicy() : EvictNormalPolicy();
+  int n = 0;  // turns of the ring so far
   bool waited = false;
   const auto next = [&] {
     const int stage = n % kTileStages;

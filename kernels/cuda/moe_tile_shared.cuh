@@ -80,6 +80,7 @@ struct TileArgs {
   int expert_begin, expert_end;  // local experts of this launch
   bool up, down;                 // products of this launch
   int width, inner;              // multiples of 32
+  bool weights_once;             // mostly: few experts have more than one tile of picks
   ActivationSpec activation;
   bf16* rows;  // [picks, width], the inputs of up, then the outputs of down
   bf16* h;     // [picks, inner]
