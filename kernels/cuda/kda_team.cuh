@@ -170,6 +170,8 @@ struct KdaTeamWarp {
     if constexpr (!kConvolved) {
       Convolve(s.half[0].raw[0], 0);
       Convolve(s.half[0].raw[1], 1);
+      CopyAsyncWait<0>();
+      Sync();
       if (!transition) Convolve(s.half[0].value[parity], 2);
     }
     if (thread < kTileRows) s.beta[thread] = beta;
@@ -395,7 +397,9 @@ __device__ __forceinline__ void KdaPrepareTiles(const KdaParams& p, const Sequen
   };
   KdaTile tile = tiles.Ahead(batch, tiles.From(batch, tiles.first), team), before{};
   if (tile.begin >= tiles.last) return;
+  // Values come in a group of their own: their place is free late, and they are needed later than the rest.
   self.FetchInputs(inputs, tile.begin - sequence_begin, tile);
+  CopyAsyncCommit();
   if (!transition) self.FetchValues(0, tile);
   CopyAsyncCommit();
   uint32_t beta = beta_logit(tile);
@@ -403,7 +407,7 @@ __device__ __forceinline__ void KdaPrepareTiles(const KdaParams& p, const Sequen
   for (;; ++m) {
     const int parity = m % 2;
     float c0[kTileRows], c1[kTileRows];
-    CopyAsyncWait<0>();
+    CopyAsyncWait<1>();
     self.Sync();
     asm volatile("" : "+r"(beta));
     self.Begin(parity, Sigmoid(LowBf16(beta)), c0, c1);
@@ -414,6 +418,7 @@ __device__ __forceinline__ void KdaPrepareTiles(const KdaParams& p, const Sequen
     float sum[2][4] = {};
     const bool inverts = self.half == parity;
     self.Scores(inverts ? 1 : 0, sum);
+    CopyAsyncWait<0>();
     self.Sync();  // the operands of the scores are not needed any more
     const KdaTile next = tiles.Ahead(batch, tile, kTeams);
     const bool more = next.begin < tiles.last;
@@ -421,6 +426,7 @@ __device__ __forceinline__ void KdaPrepareTiles(const KdaParams& p, const Sequen
       self.FetchInputs(inputs, next.begin - sequence_begin, next);
       beta = beta_logit(next);
     }
+    CopyAsyncCommit();
     if (inverts) {
       self.Invert(sum);
     } else {
