@@ -6,7 +6,7 @@ namespace {
 constexpr int64_t kMeasuredCols = 7168;
 constexpr int32_t kMostClosed = 8;  // of the fast kernel
 
-constexpr AttnResFormEntry kTable[] = {{4, 256, 8}, {7, 128, 6}};
+constexpr AttnResFormEntry kTable[] = {{6, 256, 8}, {8, 128, 6}};
 
 }  // namespace
 

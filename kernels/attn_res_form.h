@@ -17,7 +17,8 @@ struct AttnResFormEntry {
   int32_t least_sites;
 };
 
-// Measured in bf16 on an H200 with D = 7168, by cuda_bench --only attn_res_sites; ascending in `closed`.
+// From times in bf16 on an H200 with D = 7168 (kernels/README.md; cuda_bench --only attn_res_sites measures both
+// forms). Ascending in `closed`.
 std::span<const AttnResFormEntry> AttnResFormTable();
 
 // What the table says; rows count by their width. One pass where nothing was measured: rows of at most half that width,
