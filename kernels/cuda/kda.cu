@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "kernels/cuda/kda_any.cuh"
@@ -8,12 +7,12 @@
 #include "kernels/cuda/kda_step.cuh"
 #include "kernels/cuda/kda_wide.cuh"
 #include "kernels/cuda/op_table.h"
+#include "kernels/kda_split.h"
 
 namespace k3::cuda {
 namespace {
 
 constexpr int kStepLimit = 8;                 // sequences of at most so many tokens take the fused step (bf16)
-constexpr int64_t kLeastSegment = 256;        // tokens
 constexpr int64_t kMostSnapshotHeads = 1024;  // (snapshot, head) pairs of split runs
 
 void CheckKda(const Device& device, const KdaParams& p) {
@@ -146,7 +145,7 @@ PrefillScratch LayoutPrefill(const Device& device, void* base, int64_t tokens, i
     offset += RoundUp(bytes, 256);
     return piece;
   };
-  if (heads < device.multiprocessors && tokens >= 2 * kLeastSegment && !device.batch_invariant) {
+  if (heads < device.multiprocessors && tokens >= 2 * kLeastKdaSegment && !device.batch_invariant) {
     scratch.borders = 3 * device.multiprocessors;
     scratch.snapshots = kMostSnapshotHeads;
     scratch.border = static_cast<KdaBorder*>(take(scratch.borders * static_cast<int64_t>(sizeof(KdaBorder))));
@@ -155,33 +154,6 @@ PrefillScratch LayoutPrefill(const Device& device, void* base, int64_t tokens, i
   }
   scratch.bytes = offset;
   return scratch;
-}
-
-// How a run of `tokens` is split when `runs` of about this length (a head of a sequence each) have a multiprocessor a
-// block: the first segments take one block a run, all others two, in waves on the multiprocessors that are left, so the
-// first is as long as those waves. Measured on an H200: a block takes 16 us and token_us a token; each segment costs
-// the composition 1.6 us; a token and run after the first segment costs the correction 0.25 ns.
-struct SegmentLengths {
-  int64_t first = 0, others = 0;  // 0: not split
-};
-SegmentLengths ChooseSegments(int64_t tokens, double runs, bool core, int64_t multiprocessors) {
-  const double token_us = core ? 0.073 : 0.112;
-  SegmentLengths best;
-  double least = token_us * static_cast<double>(tokens) - 10;  // two more launches
-  const double rest = static_cast<double>(multiprocessors) - runs;
-  for (int64_t segments = 2; segments <= kMostSegments && rest >= 1; ++segments) {
-    const int64_t waves = static_cast<int64_t>(std::ceil(2 * runs * static_cast<double>(segments - 1) / rest));
-    const int64_t others = RoundUp(CeilDiv(tokens, waves + segments - 1), kTileRows);
-    const int64_t first = RoundUp(tokens - others * (segments - 1), kTileRows);
-    if (std::min(first, others) < kLeastSegment) continue;
-    const double walk = std::max(token_us * static_cast<double>(first),
-                                 static_cast<double>(waves) * (token_us * static_cast<double>(others) + 16) - 16);
-    const double us = walk + 1.6 * static_cast<double>(segments) +
-                      0.00025 * static_cast<double>(tokens - first) * runs +
-                      (core ? 0 : 0.0002 * static_cast<double>(first) * runs);
-    if (us < least) least = us, best = {first, others};
-  }
-  return best;
 }
 
 // Long sequences of a step, longest first, and how they are split.
@@ -215,7 +187,7 @@ PrefillPlan PlanPrefill(const Device& device, const KdaParams& p) {
     runs += static_cast<double>(p.heads) * length(s) / static_cast<double>(longest);
     span = std::max<int64_t>(span, length(s) + batch.host_context[s] % kTileRows);
   }
-  const SegmentLengths lengths = ChooseSegments(span, runs, p.conv_taps == nullptr, device.multiprocessors);
+  const KdaSegments lengths = ChooseKdaSegments(span, runs, p.conv_taps == nullptr, device.multiprocessors);
   if (lengths.first == 0) return plan;
   const int64_t segments = 1 + CeilDiv(std::max<int64_t>(span - lengths.first, 0), lengths.others);
   if (static_cast<int64_t>(longs.size()) * segments * p.heads > scratch.borders) return plan;

@@ -2,19 +2,19 @@
 
 #include "kernels/cuda/group_mma.cuh"
 #include "kernels/cuda/kda_tiles.cuh"
+#include "kernels/kda_split.h"
 
 // What follows the walk of runs that were split into segments: their states in turn, and the outputs that depend on
 // them (spec 4.7).
 namespace k3::cuda {
 
-constexpr int64_t kMostSegments = 32;  // of a sequence
 constexpr int kComposeWarps = kTileDim / 16;
 constexpr int kComposeBarrier = 1;
 constexpr int kComposeStride = kTileDim + 16;  // floats: two rows of 16-byte accesses in different banks
 
 struct KdaComposeShared {
   alignas(16) float current[2][16][kComposeStride];  // by parity of segments: [values][keys] of the state before, tf32
-  uint64_t written[kMostSegments + 1];               // the block's part of KdaBorder::half of a segment
+  uint64_t written[kMostKdaSegments + 1];            // the block's part of KdaBorder::half of a segment
 };
 
 // Byte offset in KdaBorder::half of an element of the state before a segment: a plain operand b of warpgroup products,
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(ComposeThreads(kTeller), kTeller ? 1 : 2)
   KdaComposeShared& s = *DynamicShared<KdaComposeShared>();
   const int sequence = order.sequence[blockIdx.z], head = blockIdx.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int i = threadIdx.x; kTeller && i <= kMostSegments; i += ComposeThreads(true)) {
+  for (int i = threadIdx.x; kTeller && i <= kMostKdaSegments; i += ComposeThreads(true)) {
     BarrierInit(&s.written[i], kComposeWarps * kWarpArrivals);
   }
   GridDependencyWait();

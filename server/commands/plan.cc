@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "engine/model/tensor_match.h"
+#include "kernels/kda_split.h"
 #include "nlohmann/json.hpp"
 #include "server/exit_codes.h"
 #include "server/flags.h"
@@ -93,6 +94,10 @@ std::string PlanTable(const PlanSubject& subject, const MemoryRequest& request, 
                                     Size(weights.experts), Size(weights.embedding), Size(weights.other)));
   line("  workspace", absl::StrFormat("%s   steps of at most %d tokens%s", Gib(plan.workspace_bytes),
                                       plan.max_num_batched_tokens, plan.workspace_estimated ? ", estimated" : ""));
+  if (!request.is_cpu && subject.kda_heads > 0) {
+    line("    KDA", absl::StrCat("prefill of one sequence in segments: ",
+                                 KdaSegmentsText(subject.kda_heads / request.tensor_parallel)));
+  }
   line("  residual bank", Gib(plan.bank_bytes));
   if (plan.closed_mix_bytes > 0) {
     // Counted with the workspace.
@@ -205,7 +210,7 @@ int RunPlan(const std::vector<std::string>& args, std::ostream& out, std::ostrea
     err << "k3serve plan: " << plan.status().message() << "\n";
     return kExitUsage;
   }
-  const PlanSubject subject{dir, config->model_type, checkpoint != nullptr};
+  const PlanSubject subject{dir, config->model_type, checkpoint != nullptr, config->kda_heads};
   out << (options.json ? PlanJson(subject, request, *plan) : PlanTable(subject, request, *plan));
   if (plan->fits_memory) return kExitOk;
   err << "k3serve plan: does not fit: " << plan->problem << "\n";

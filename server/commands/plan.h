@@ -18,6 +18,7 @@ struct PlanSubject {
   std::string model_dir;
   std::string model_type;
   bool from_headers = false;  // else from config.json alone
+  int32_t kda_heads = 0;      // of all ranks
 };
 std::string PlanTable(const PlanSubject& subject, const MemoryRequest& request, const MemoryPlan& plan);
 std::string PlanJson(const PlanSubject& subject, const MemoryRequest& request, const MemoryPlan& plan);

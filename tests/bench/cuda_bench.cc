@@ -22,6 +22,7 @@
 #include "kernels/cuda/convert.h"
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/weights.h"
+#include "kernels/kda_split.h"
 #include "kernels/ops.h"
 #include "tests/bench/device_copy.h"
 #include "tests/bench/result_file.h"
@@ -122,6 +123,7 @@ class Bench {
     for (int i = 0; i < repeats; ++i) times.push_back(Replay(graph));
     std::nth_element(times.begin(), times.begin() + repeats / 2, times.end());
     K3_CUDA(cudaGraphExecDestroy(graph));
+    if (timing.warm > 0) std::this_thread::sleep_for(std::chrono::seconds(5));  // for the next row's clocks
     return times[static_cast<size_t>(repeats / 2)] / calls;
   }
 
@@ -299,6 +301,9 @@ void KdaCases(Bench& bench) {
     Kda(bench, "kda_prefill" + row, heads, tokens, KdaGate::kBounded, "ms", true);
     Kda(bench, "kda_prefill_layer" + row, heads, tokens, KdaGate::kBounded, "ms");
   };
+  for (const int32_t heads : {4, 12, 32, 96}) {
+    std::printf("  segments of a layer of %d heads: %s\n", heads, KdaSegmentsText(heads).c_str());
+  }
   prefill("1x2048", 32, {2048});
   prefill("1x8192", 32, {8192});
   prefill("1x32768", 32, {32768});

@@ -340,7 +340,23 @@ TEST_P(KdaTest, LongSequenceKeepsItsMemory) {
   }
 }
 
-// More cuts than a step of this length has by itself.
+// A million products of decays and thousands of tiles one after the other: errors must not add up.
+TEST_P(KdaTest, VeryLongSequence) {
+  if (ops().is_cpu()) GTEST_SKIP() << "the CPU walks token by token whatever the length";
+  const KdaShape shape{1, 128, 4};
+  const int64_t tokens = 65536;
+  oracle::KdaInput in = MakeInput(shape, tokens, 102);
+  in.gate_kind = KdaGate::kBounded;
+  for (float& z : in.decay) z -= 9;
+  in.decay = Round(in.decay, act());
+  Pool pool(ops(), shape, DType::kF32);
+  oracle::KdaState state = RandomState(shape, 103);
+  pool.Set(1, state);
+  const std::vector<float> out = Step({in}, {1}, Upload(in), pool, {}, {7});
+  ExpectClose(out, oracle::Kda(in, state, nullptr), kda_tolerance(), "output");
+  ExpectClose(pool.State(1), state.state, kda_tolerance(), "state");
+}
+
 // Null taps and norm weight: the recurrence between convolution and gated norm, whose gates nobody reads.
 TEST_P(KdaTest, WithoutConvolutionAndNorm) {
   for (const KdaShape& shape : {KdaShape{2, 128, 4}, KdaShape{3, 64, 4}}) {
