@@ -105,26 +105,27 @@ __device__ __forceinline__ void GroupMmaF16(float (&d)[N / 2], const uint32_t (&
 #define K3_SUMS_116 K3_SUMS_112, "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115])
 #define K3_SUMS_124 K3_SUMS_120, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
 
-#define K3_GROUP_MMA(N, SUMS, FIRST, SECOND, THIRD, FOURTH, FIFTH)                                                     \
+#define K3_GROUP_MMA_OF(NAME, TYPE, N, SUMS, FIRST, SECOND, THIRD, FOURTH, FIFTH)                                      \
   template <bool kTransposedB, bool kTransposedA>                                                                      \
-  __device__ __forceinline__ void GroupMma##N(float* d, uint64_t a, uint64_t b, bool accumulate) {                     \
+  __device__ __forceinline__ void NAME##N(float* d, uint64_t a, uint64_t b, bool accumulate) {                         \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " THIRD ", 0;\n"                                                    \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" K3_NUMBERS_##SUMS "}, " FIRST ", "       \
-                 SECOND ", p, 1, 1, " FIFTH ", " FOURTH ";\n}"                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" K3_NUMBERS_##SUMS "}, " FIRST    \
+                 ", " SECOND ", p, 1, 1, " FIFTH ", " FOURTH ";\n}"                                                    \
                  : K3_SUMS_##SUMS                                                                                      \
                  : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposedB ? 1 : 0),                       \
                    "n"(kTransposedA ? 1 : 0));                                                                         \
   }
-#define K3_GROUP_MMA_REGISTERS(N, SUMS, A, SECOND, THIRD, FOURTH)                                                      \
+#define K3_GROUP_MMA_REGISTERS(NAME, TYPE, N, SUMS, A, SECOND, THIRD, FOURTH)                                          \
   template <bool kTransposedB>                                                                                         \
-  __device__ __forceinline__ void GroupMma##N(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {         \
+  __device__ __forceinline__ void NAME##N(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {             \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " THIRD ", 0;\n"                                                    \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" K3_NUMBERS_##SUMS "}, {" A "}, " SECOND  \
-                 ", p, 1, 1, " FOURTH ";\n}"                                                                           \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" K3_NUMBERS_##SUMS "}, {" A       \
+                 "}, " SECOND ", p, 1, 1, " FOURTH ";\n}"                                                              \
                  : K3_SUMS_##SUMS                                                                                      \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),              \
                    "n"(kTransposedB ? 1 : 0));                                                                         \
   }
+#define K3_GROUP_MMA(N, ...) K3_GROUP_MMA_OF(GroupMma, "bf16", N, __VA_ARGS__)
 K3_GROUP_MMA(16, 8, "%8", "%9", "%10", "%11", "%12")
 K3_GROUP_MMA(32, 16, "%16", "%17", "%18", "%19", "%20")
 K3_GROUP_MMA(64, 32, "%32", "%33", "%34", "%35", "%36")
@@ -142,32 +143,12 @@ K3_GROUP_MMA(232, 116, "%116", "%117", "%118", "%119", "%120")
 K3_GROUP_MMA(240, 120, "%120", "%121", "%122", "%123", "%124")
 K3_GROUP_MMA(248, 124, "%124", "%125", "%126", "%127", "%128")
 K3_GROUP_MMA(256, 128, "%128", "%129", "%130", "%131", "%132")
-K3_GROUP_MMA_REGISTERS(64, 32, "%32, %33, %34, %35", "%36", "%37", "%38")
-K3_GROUP_MMA_REGISTERS(128, 64, "%64, %65, %66, %67", "%68", "%69", "%70")
-K3_GROUP_MMA_REGISTERS(256, 128, "%128, %129, %130, %131", "%132", "%133", "%134")
-#define K3_GROUP_MMA_SHARED_F16(N, SUMS, FIRST, SECOND, THIRD)                                                         \
-  __device__ __forceinline__ void GroupMmaSharedF16_##N(float* d, uint64_t a, uint64_t b, bool accumulate) {           \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " THIRD ", 0;\n"                                                    \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" K3_NUMBERS_##SUMS "}, " FIRST ", " SECOND  \
-                 ", p, 1, 1, 0, 0;\n}"                                                                                 \
-                 : K3_SUMS_##SUMS                                                                                      \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                                 \
-  }
-K3_GROUP_MMA_SHARED_F16(128, 64, "%64", "%65", "%66")
-#undef K3_GROUP_MMA_SHARED_F16
-#define K3_GROUP_MMA_F16(N, SUMS, A, SECOND, THIRD, FOURTH)                                                            \
-  template <bool kTransposedB>                                                                                         \
-  __device__ __forceinline__ void GroupMmaF16_##N(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {     \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " THIRD ", 0;\n"                                                    \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" K3_NUMBERS_##SUMS "}, {" A "}, " SECOND    \
-                 ", p, 1, 1, " FOURTH ";\n}"                                                                           \
-                 : K3_SUMS_##SUMS                                                                                      \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),              \
-                   "n"(kTransposedB ? 1 : 0));                                                                         \
-  }
-K3_GROUP_MMA_F16(32, 16, "%16, %17, %18, %19", "%20", "%21", "%22")
-K3_GROUP_MMA_F16(128, 64, "%64, %65, %66, %67", "%68", "%69", "%70")
-#undef K3_GROUP_MMA_F16
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 64, 32, "%32, %33, %34, %35", "%36", "%37", "%38")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 128, 64, "%64, %65, %66, %67", "%68", "%69", "%70")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 256, 128, "%128, %129, %130, %131", "%132", "%133", "%134")
+K3_GROUP_MMA_OF(GroupMmaF16_, "f16", 128, 64, "%64", "%65", "%66", "%67", "%68")
+K3_GROUP_MMA_REGISTERS(GroupMmaF16_, "f16", 32, 16, "%16, %17, %18, %19", "%20", "%21", "%22")
+K3_GROUP_MMA_REGISTERS(GroupMmaF16_, "f16", 128, 64, "%64, %65, %66, %67", "%68", "%69", "%70")
 #define K3_NUMBERS_4 "%0, %1, %2, %3"
 #define K3_NUMBERS_12 K3_NUMBERS_8 ", %8, %9, %10, %11"
 #define K3_SUMS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -190,6 +171,7 @@ K3_GROUP_MMA_E4M3(32, 16, "%16, %17, %18, %19", "%20", "%21")
 #undef K3_SUMS_4
 #undef K3_SUMS_12
 #undef K3_GROUP_MMA
+#undef K3_GROUP_MMA_OF
 #undef K3_GROUP_MMA_REGISTERS
 #undef K3_NUMBERS_8
 #undef K3_SUMS_8
@@ -260,7 +242,7 @@ __device__ __forceinline__ void GroupMma(float (&d)[kSums], const uint32_t (&a)[
 template <int N>
 __device__ __forceinline__ void GroupMmaSharedF16(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(N == 128);
-  GroupMmaSharedF16_128(d, a, b, accumulate);
+  GroupMmaF16_128<false, false>(d, a, b, accumulate);
 }
 
 template <int N, bool kTransposedB>
