@@ -86,7 +86,7 @@ uint64_t LayoutTag(const ServedModel& served, const CacheGeometry& geometry) {
 std::vector<int32_t> EosTokenIds(const ModelConfig& config, const SamplingDefaults& defaults,
                                  const Tokenizer& tokenizer) {
   std::vector<int32_t> ids = tokenizer.stop_ids();
-  ids.push_back(config.eos_token_id);
+  ids.insert(ids.end(), config.eos_token_ids.begin(), config.eos_token_ids.end());
   ids.insert(ids.end(), defaults.eos_token_ids.begin(), defaults.eos_token_ids.end());
   std::erase_if(ids, [&](int32_t id) { return id < 0 || id >= config.vocab_size; });
   std::sort(ids.begin(), ids.end());

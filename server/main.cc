@@ -17,6 +17,7 @@
 #include "server/commands/version.h"
 #include "server/exit_codes.h"
 #include "server/flags.h"
+#include "server/logging.h"
 
 namespace k3 {
 namespace {
@@ -102,6 +103,8 @@ int Run(const std::vector<std::string>& words) {
   }
   const std::string wanted = name == "--version" ? "version" : name;
   const Command* nearest = nullptr;
+  // Standard output belongs to the commands' results; `serve` sets this up again as its flags say.
+  SetUpLogging("text", "info");
   for (const Command& command : kCommands) {
     if (wanted == command.name) return command.run({words.begin() + 1, words.end()});
     if (nearest == nullptr || EditDistance(wanted, command.name) < EditDistance(wanted, nearest->name)) {

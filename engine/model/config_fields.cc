@@ -1,5 +1,6 @@
 #include "engine/model/config_fields.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
@@ -104,6 +105,22 @@ std::vector<int64_t> ConfigFields::Ints(const char* name, int64_t min, int64_t m
     numbers.push_back(entry.get<int64_t>());
   }
   return numbers;
+}
+
+std::vector<int64_t> ConfigFields::IntOrInts(const char* name, int64_t min, int64_t max) {
+  const Json* value = Find(name);
+  if (value == nullptr) return {};
+  if (value->is_array()) return Ints(name, min, max);
+  return {Int(name, min, max)};
+}
+
+std::vector<std::string> ConfigFields::Others(std::span<const char* const> known) const {
+  std::vector<std::string> others;
+  for (const auto& [name, value] : object_.items()) {
+    if (value.is_null()) continue;
+    if (std::find(known.begin(), known.end(), name) == known.end()) others.push_back(name);
+  }
+  return others;
 }
 
 const Json& ConfigFields::Object(const char* name) {

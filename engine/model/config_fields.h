@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -29,8 +30,15 @@ class ConfigFields {
   std::string String(const char* name);
   std::string StringOr(const char* name, std::string absent);
   std::vector<int64_t> Ints(const char* name, int64_t min, int64_t max);
+  // A single integer or a list of them; empty when absent.
+  std::vector<int64_t> IntOrInts(const char* name, int64_t min, int64_t max);
   // An empty object when it is missing or none.
   const nlohmann::json& Object(const char* name);
+
+  // Fields of the object that are neither null nor among `known`, in the file's order.
+  std::vector<std::string> Others(std::span<const char* const> known) const;
+  // The object `name` as fields of its own, which report to the same status.
+  ConfigFields Inner(const char* name) { return {Object(name), file_, path_ + name + ".", status_}; }
 
   // Records "file: path.name: expected ..., found ..." unless an earlier field was wrong already.
   void Fail(const char* name, const std::string& expected);

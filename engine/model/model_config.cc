@@ -6,6 +6,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/model/config_fields.h"
+#include "engine/model/config_names.h"
+#include "engine/model/name_list.h"
+#include "engine/model/quantization_config.h"
+#include "spdlog/spdlog.h"
 
 namespace k3 {
 namespace {
@@ -20,7 +24,6 @@ constexpr int64_t kMaxHeadDim = 1 << 13;
 constexpr int64_t kMaxLayers = 1 << 13;
 constexpr int64_t kMaxExperts = 1 << 16;
 constexpr int64_t kMaxContext = int64_t{1} << 30;
-constexpr int64_t kMxfp4Group = 32;
 constexpr size_t kMaxFileBytes = 16u << 20;
 constexpr int kMaxDepth = 64;
 
@@ -43,6 +46,19 @@ int NestingDepth(const std::string& text) {
     }
   }
   return deepest;
+}
+
+// Switches of related models that would change the computation; no released file sets one, so none is implemented.
+void RefuseForeignSwitches(ConfigFields& text) {
+  for (const char* name : {"attention_bias", "mlp_bias", "use_bias", "qk_norm", "use_qk_norm", "use_qk_layernorm"}) {
+    if (text.BoolOr(name, false)) text.Fail(name, "false");
+  }
+  for (const char* name : {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}) {
+    if (text.Has(name)) text.Fail(name, "null");
+  }
+  for (const char* name : {"logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"}) {
+    if (text.NumberOr(name, 1, -1e6, 1e6) != 1) text.Fail(name, "1");
+  }
 }
 
 void ReadLayerKinds(ConfigFields& linear, ModelConfig& config) {
@@ -82,6 +98,10 @@ void ReadKda(ConfigFields& linear, ModelConfig& config) {
     if (config.gate_lower_bound == 0.0f) linear.Fail("gate_lower_bound", "a number from -5 to below 0");
   }
   ReadLayerKinds(linear, config);
+  // Every field of this object shapes the recurrence: one that is not known here cannot be passed over.
+  for (const std::string& name : linear.Others(LinearAttentionFields())) {
+    linear.Fail(name.c_str(), "no such field (the released models have none, and it would be ignored)");
+  }
 }
 
 void ReadMla(ConfigFields& text, ModelConfig& config) {
@@ -164,42 +184,6 @@ void ReadMlp(ConfigFields& text, ModelConfig& config) {
   }
 }
 
-// compressed-tensors as released with K3 (spec 1.4). What is packed is decided by tensor names when the weights are
-// read; here only a scheme that we could not read is refused.
-void ReadQuantization(ConfigFields& owner, const std::string& file, const std::string& path, absl::Status* status,
-                      ModelConfig& config) {
-  ConfigFields quant(owner.Object("quantization_config"), file, path + "quantization_config.", status);
-  if (quant.String("quant_method") != "compressed-tensors") quant.Fail("quant_method", "\"compressed-tensors\"");
-  if (quant.String("format") != "mxfp4-pack-quantized") quant.Fail("format", "\"mxfp4-pack-quantized\"");
-  const Json& groups = quant.Object("config_groups");
-  for (const auto& [name, group] : groups.items()) {
-    const std::string group_path = path + "quantization_config.config_groups." + name + ".";
-    if (!group.is_object()) {
-      quant.Fail("config_groups", "an object of groups");
-      return;
-    }
-    ConfigFields fields(group, file, group_path, status);
-    ConfigFields weights(fields.Object("weights"), file, group_path + "weights.", status);
-    if (weights.Int("num_bits", 1, 64) != 4) weights.Fail("num_bits", "4");
-    if (weights.String("type") != "float") weights.Fail("type", "\"float\"");
-    if (weights.Int("group_size", 1, 1 << 20) != kMxfp4Group) weights.Fail("group_size", "32");
-    if (!weights.BoolOr("symmetric", true)) weights.Fail("symmetric", "true");
-  }
-  if (!quant.ok()) return;
-  config.mxfp4_experts = config.num_experts > 0;
-  if (!config.mxfp4_experts) return;
-  if (config.expert_width() % kMxfp4Group != 0) {
-    quant.Fail("format",
-               absl::StrCat("an expert width that is a multiple of ", kMxfp4Group, " (one scale for ", kMxfp4Group,
-                            " weights of a row)"),
-               absl::StrCat(config.expert_width()));
-  }
-  if (config.moe_intermediate_size % kMxfp4Group != 0) {
-    quant.Fail("format", absl::StrCat("a moe_intermediate_size that is a multiple of ", kMxfp4Group),
-               absl::StrCat(config.moe_intermediate_size));
-  }
-}
-
 // Fields that K3 carries both outside and inside text_config: the inner one counts, the outer one must not contradict.
 void ReadSharedFields(ConfigFields& top, ConfigFields& text, ModelConfig& config) {
   const auto id = [&](const char* name) {
@@ -207,8 +191,16 @@ void ReadSharedFields(ConfigFields& top, ConfigFields& text, ModelConfig& config
     return static_cast<int32_t>(owner.IntOr(name, -1, 0, config.vocab_size - 1));
   };
   config.bos_token_id = id("bos_token_id");
-  config.eos_token_id = id("eos_token_id");
   config.pad_token_id = id("pad_token_id");
+  // One id or several; those of both objects end a reply.
+  for (ConfigFields* owner : {&text, &top}) {
+    for (const int64_t eos : owner->IntOrInts("eos_token_id", 0, config.vocab_size - 1)) {
+      const auto token = static_cast<int32_t>(eos);
+      if (std::find(config.eos_token_ids.begin(), config.eos_token_ids.end(), token) == config.eos_token_ids.end()) {
+        config.eos_token_ids.push_back(token);
+      }
+    }
+  }
   const bool outer = top.BoolOr("tie_word_embeddings", false);
   config.tie_word_embeddings = text.BoolOr("tie_word_embeddings", outer);
   if (top.Has("tie_word_embeddings") && outer != config.tie_word_embeddings) {
@@ -217,6 +209,7 @@ void ReadSharedFields(ConfigFields& top, ConfigFields& text, ModelConfig& config
 }
 
 void ReadText(ConfigFields& text, ModelConfig& config) {
+  RefuseForeignSwitches(text);
   config.vocab_size = text.Int("vocab_size", 1, kMaxVocab);
   config.hidden_size = text.Int("hidden_size", 1, kMaxWidth);
   config.num_hidden_layers = static_cast<int32_t>(text.Int("num_hidden_layers", 1, kMaxLayers));
@@ -286,13 +279,18 @@ absl::StatusOr<ModelConfig> ParseModelConfig(const std::string& json_text, const
     if (status.ok()) ReadKda(linear, config);
   }
   if (status.ok()) {
-    if (text.Has("quantization_config")) {
-      ReadQuantization(text, file_name, path, &status, config);
-    } else if (top.Has("quantization_config")) {
-      ReadQuantization(top, file_name, "", &status, config);
+    if (nested && text.Has("quantization_config") && top.Has("quantization_config") &&
+        text.Object("quantization_config") != top.Object("quantization_config")) {
+      top.Fail("quantization_config", "the same as text_config.quantization_config, or none");
     }
+    ConfigFields& owner = text.Has("quantization_config") ? text : top;
+    if (status.ok() && owner.Has("quantization_config")) ReadQuantization(owner, config);
   }
   if (!status.ok()) return status;
+  config.unknown_fields = top.Others(TopLevelFields(nested));
+  if (nested) {
+    for (const std::string& name : text.Others(TextFields())) config.unknown_fields.push_back(path + name);
+  }
   return config;
 }
 
@@ -310,7 +308,13 @@ absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& dir) {
   if (text.size() > kMaxFileBytes) {
     return absl::InvalidArgumentError(absl::StrCat(file, ": larger than ", kMaxFileBytes, " bytes"));
   }
-  return ParseModelConfig(text, file);
+  auto config = ParseModelConfig(text, file);
+  if (config.ok() && !config->unknown_fields.empty()) {
+    NameList names;
+    for (const std::string& name : config->unknown_fields) names.Add(absl::StrCat("'", EscapeName(name), "'"));
+    spdlog::warn("{}: ignoring {} unknown fields: {}", file, names.count(), names.ToString());
+  }
+  return config;
 }
 
 absl::Status SetExpertActivations(const std::string& kind, ModelConfig& config) {

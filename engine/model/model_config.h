@@ -26,7 +26,7 @@ struct ModelConfig {
   bool tie_word_embeddings = false;
   int64_t max_position_embeddings = 0;  // or model_max_length
   int32_t bos_token_id = -1;
-  int32_t eos_token_id = -1;
+  std::vector<int32_t> eos_token_ids;  // one id or a list in the file
   int32_t pad_token_id = -1;
 
   std::vector<LayerKind> layers;  // [num_hidden_layers], from the 1-based lists
@@ -72,6 +72,8 @@ struct ModelConfig {
   // intermediate_size are the share already; the shared experts' width is divided below, routed experts are not cut.
   int32_t tensor_shares = 1;
 
+  std::vector<std::string> unknown_fields;  // of the file, by path: nobody here knows what they mean
+
   // Residuals
   int32_t attn_res_block_size = 0;  // 0: plain residuals
 
@@ -94,7 +96,8 @@ struct ModelConfig {
   int64_t conv_state_elements() const { return 3 * kda_channels() * (conv_width - 1); }  // per KDA layer
 };
 
-// Reads `dir`/config.json. Errors name the field, what was expected and what is there.
+// Reads `dir`/config.json. Errors name the field, what was expected and what is there. A field that would change the
+// computation in a way that is not implemented is such an error; a wholly unknown one is a warning.
 absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& dir);
 absl::StatusOr<ModelConfig> ParseModelConfig(const std::string& json_text, const std::string& file_name);
 

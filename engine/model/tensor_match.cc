@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "engine/model/name_list.h"
@@ -90,7 +91,7 @@ class Matcher {
                                               PrefixHint()));
     }
     if (!wrong_.empty()) return absl::DataLossError(wrong_.ToString());
-    ReportUnused();
+    if (absl::Status status = CheckUnused(); !status.ok()) return status;
     return std::move(match_);
   }
 
@@ -188,8 +189,31 @@ class Matcher {
     }
   }
 
-  void ReportUnused() {
-    NameList unknown;
+  // A weight of a layer that the model has, for which the configuration knows no use: the files are of a model that
+  // computes something else. Buffers such as inv_freq, layers beyond the last (drafts) and other parts are passed over.
+  bool IsWeightOfTheModel(std::string_view name) const {
+    if (!name.starts_with(config_.tensor_prefix)) return false;
+    name.remove_prefix(config_.tensor_prefix.size());
+    const auto ends_like_a_weight = [&] {
+      for (const char* end : {".weight", ".bias", "_bias", "_packed", "_scale", ".A_log"}) {
+        if (name.ends_with(end)) return true;
+      }
+      return false;
+    };
+    if (!ends_like_a_weight()) return false;
+    constexpr std::string_view kLayers = "model.layers.";
+    if (!name.starts_with(kLayers)) {
+      return name.starts_with("lm_head.") || (name.starts_with("model.") && name.find('.', 6) == name.rfind('.'));
+    }
+    name.remove_prefix(kLayers.size());
+    name = name.substr(0, name.find('.'));
+    int32_t layer = 0;
+    return absl::SimpleAtoi(absl::string_view(name.data(), name.size()), &layer) && layer >= 0 &&
+           layer < config_.num_hidden_layers;
+  }
+
+  absl::Status CheckUnused() {
+    NameList useless, unknown;
     size_t vision = 0;
     for (uint32_t s = 0; s < used_.size(); ++s) {
       for (uint32_t i = 0; i < used_[s].size(); ++i) {
@@ -199,9 +223,15 @@ class Matcher {
           ++vision;
           match_.vision_bytes += checkpoint_.Bytes({s, i});
         } else {
-          unknown.Add(absl::StrCat("'", EscapeName(name), "'"));
+          (IsWeightOfTheModel(name) ? useless : unknown).Add(absl::StrCat("'", EscapeName(name), "'"));
         }
       }
+    }
+    if (!useless.empty()) {
+      return absl::DataLossError(absl::StrCat(Where(), ": ", useless.count(),
+                                              " tensors that the model of config.json has no use for (does it lack a "
+                                              "field, or is it another model's?): ",
+                                              useless.ToString()));
     }
     if (vision > 0)
       spdlog::info("skipping {} vision tensors ({} bytes): only text is served", vision, match_.vision_bytes);
@@ -209,6 +239,7 @@ class Matcher {
       spdlog::warn("{}: ignoring {} tensors that this model does not use: {}", Where(), unknown.count(),
                    unknown.ToString());
     }
+    return absl::OkStatus();
   }
 
   const Checkpoint& checkpoint_;

@@ -30,8 +30,8 @@ struct TensorMatch {
 };
 
 // Finds every tensor of the table in the checkpoint and checks shape and type. Missing or wrong tensors are DataLoss
-// naming file, tensor, expected and actual, at most ten of them. Tensors that nobody asks for are a warning, vision
-// tensors one log line.
+// naming file, tensor, expected and actual, at most ten of them; so are weights of the model's own layers that nobody
+// asks for. Other unknown tensors are a warning, vision tensors one log line.
 absl::StatusOr<TensorMatch> MatchTensors(const Checkpoint& checkpoint, const ModelConfig& config);
 
 // One "BF16 [2, 3]" for messages.

@@ -81,6 +81,28 @@ class ExitCodesTest(unittest.TestCase):
             self.assertEqual(result.returncode, 4)
             self.assertIn("model.safetensors", result.stderr)
 
+    def test_results_alone_are_on_standard_output(self):
+        # As in the full K3: vision tensors, which are skipped with a line in the log.
+        data = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data")
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(os.path.join(data, "tiny-kimi-linear", "config.json"), folder)
+            with open(os.path.join(data, "tiny-kimi-linear", "model.safetensors"), "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+                tensors = file.read()
+            header["vision_tower.norm.weight"] = {"dtype": "U8", "shape": [1],
+                                                  "data_offsets": [len(tensors), len(tensors) + 1]}
+            text = json.dumps(header).encode()
+            with open(os.path.join(folder, "model.safetensors"), "wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text + tensors + b"\0")
+            for args in (["plan", "--json"], ["verify", "--device", "cpu", "--golden",
+                                              os.path.join(data, "tiny-kimi-linear.safetensors")]):
+                result = run(*args, folder)
+                self.assertEqual(result.returncode, 0, result)
+                for line in result.stdout.splitlines():
+                    json.loads(line)
+                self.assertIn("skipping 1 vision tensors", result.stderr)
+
     def test_does_not_fit(self):
         result = run("serve", MODEL, "--device", "cpu", "--port", "off", "--grpc-port", "0", "--latent-pages",
                      "4000000000")

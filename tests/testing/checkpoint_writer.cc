@@ -136,7 +136,7 @@ Json TextConfig(const ModelConfig& c) {
   json["tie_word_embeddings"] = c.tie_word_embeddings;
   json["max_position_embeddings"] = c.max_position_embeddings;
   json["bos_token_id"] = c.bos_token_id;
-  json["eos_token_id"] = c.eos_token_id;
+  json["eos_token_id"] = c.eos_token_ids;
   json["pad_token_id"] = c.pad_token_id;
   json["num_attention_heads"] = c.num_attention_heads;
   json["num_key_value_heads"] = c.num_attention_heads;
@@ -237,7 +237,7 @@ ModelConfig SmallKimiLinearConfig() {
   c.intermediate_size = 96;
   c.max_position_embeddings = 4096;
   c.bos_token_id = 250;
-  c.eos_token_id = 251;
+  c.eos_token_ids = {251};
   c.pad_token_id = 255;
   c.layers = {LayerKind::kKda, LayerKind::kKda, LayerKind::kKda, LayerKind::kMla, LayerKind::kKda};
   c.kda_heads = 2;

@@ -5,6 +5,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
+#include "tests/engine/model/log_capture.h"
 #include "tests/testing/checkpoint_writer.h"
 #include "tests/testing/paths.h"
 #include "tests/testing/temp_dir.h"
@@ -13,7 +14,9 @@ namespace k3 {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using Json = nlohmann::ordered_json;
 
 TEST(ModelConfigTest, TinyK3) {
@@ -44,7 +47,8 @@ TEST(ModelConfigTest, TinyK3) {
   EXPECT_TRUE(config->mxfp4_experts);
   EXPECT_FALSE(config->IsMoe(0));
   EXPECT_TRUE(config->IsMoe(1));
-  EXPECT_EQ(config->eos_token_id, 3842);
+  EXPECT_THAT(config->eos_token_ids, ElementsAre(3842));
+  EXPECT_THAT(config->unknown_fields, IsEmpty());
 }
 
 TEST(ModelConfigTest, TinyKimiLinear) {
@@ -63,6 +67,7 @@ TEST(ModelConfigTest, TinyKimiLinear) {
   EXPECT_EQ(config->max_position_embeddings, 65536);
   EXPECT_FLOAT_EQ(config->routed_scaling_factor, 2.446f);
   EXPECT_FALSE(config->mxfp4_experts);
+  EXPECT_THAT(config->unknown_fields, IsEmpty());
 }
 
 TEST(ModelConfigTest, ReleasedShapes) {
@@ -79,6 +84,7 @@ TEST(ModelConfigTest, ReleasedShapes) {
   // Spec 2.7.
   EXPECT_EQ(k3->kda_state_elements() * 4, 6 << 20);
   EXPECT_EQ(k3->conv_state_elements() * 2, 221184);
+  EXPECT_THAT(k3->unknown_fields, IsEmpty());
   EXPECT_EQ(k3->latent_line_elements() * 2, 1152);
 
   const auto kl = LoadModelConfig(testing::SourcePath("configs/models/kimi-linear-48b"));
@@ -86,6 +92,35 @@ TEST(ModelConfigTest, ReleasedShapes) {
   EXPECT_EQ(kl->num_kda_layers(), 20);
   EXPECT_EQ(kl->layers[26], LayerKind::kMla);
   EXPECT_EQ(kl->max_position_embeddings, 1048576);
+  EXPECT_THAT(kl->unknown_fields, IsEmpty());
+}
+
+TEST(ModelConfigTest, UnknownFieldsAreNamedInOneWarning) {
+  const testing::TempDir dir;
+  Json root = Json::parse(testing::ConfigJson(testing::SmallK3Config()));
+  root["text_config"]["attention_window"] = 7;
+  root["text_config"]["no_value"] = nullptr;
+  root["text_config"]["top_k"] = 50;  // the base class writes it; it is no default of requests
+  root["audio_config"] = Json::object();
+  testing::WriteFile(dir.File("config.json"), root.dump());
+  const testing::LogCapture log;
+  const auto config = LoadModelConfig(dir.path());
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_THAT(config->unknown_fields, ElementsAre("audio_config", "text_config.attention_window"));
+  EXPECT_EQ(log.Count("ignoring 2 unknown fields: 'audio_config', 'text_config.attention_window'"), 1) << log.text();
+}
+
+TEST(ModelConfigTest, EosIsOneIdOrSeveralAndBothObjectsCount) {
+  Json root = Json::parse(testing::ConfigJson(testing::SmallK3Config()));
+  root["text_config"]["eos_token_id"] = Json({250, 251});
+  root["eos_token_id"] = 252;
+  EXPECT_THAT(ParseModelConfig(root.dump(), "config.json")->eos_token_ids, ElementsAre(250, 251, 252));
+  root["eos_token_id"] = Json({251});
+  root["text_config"].erase("eos_token_id");
+  EXPECT_THAT(ParseModelConfig(root.dump(), "config.json")->eos_token_ids, ElementsAre(251));
+  Json flat = Json::parse(testing::ConfigJson(testing::SmallKimiLinearConfig()));
+  flat["eos_token_id"] = 251;
+  EXPECT_THAT(ParseModelConfig(flat.dump(), "config.json")->eos_token_ids, ElementsAre(251));
 }
 
 TEST(ModelConfigTest, ExpertActivationsNeedMxfp4Experts) {
@@ -215,7 +250,51 @@ const WrongConfig kWrongConfigs[] = {
      {"num_bits"}},
     {"QuantGroupType", CHANGE(text["quantization_config"]["config_groups"]["group_0"] = 1), {"config_groups"}},
     {"EosOutside", CHANGE(text["eos_token_id"] = 256), {"eos_token_id", "from 0 to 255", "256"}},
-    {"EosList", CHANGE(text["eos_token_id"] = Json({1, 2})), {"eos_token_id", "[1,2]"}},
+    {"EosListOutside", CHANGE(text["eos_token_id"] = Json({1, 256})), {"eos_token_id", "from 0 to 255", "256"}},
+    {"OuterEosOutside", CHANGE(root["eos_token_id"] = -1), {"eos_token_id", "from 0 to 255", "-1"}},
+    {"QuantStatus", CHANGE(text["quantization_config"]["quantization_status"] = "frozen"), {"\"compressed\""}},
+    {"QuantNoGroup", CHANGE(text["quantization_config"]["config_groups"] = Json::object()), {"at least one group"}},
+    {"QuantCache",
+     CHANGE(text["quantization_config"]["kv_cache_scheme"] = {{"num_bits", 8}}),
+     {"quantization_config.kv_cache_scheme", "null"}},
+    {"QuantTransform",
+     CHANGE(text["quantization_config"]["transform_config"] = {{"R1", 1}}),
+     {"quantization_config.transform_config", "null"}},
+    {"QuantSparsity",
+     CHANGE(text["quantization_config"]["sparsity_config"] = {{"format", "sparse-24"}}),
+     {"quantization_config.sparsity_config", "null"}},
+    {"QuantInputs",
+     CHANGE(text["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {{"num_bits", 8}}),
+     {"config_groups.group_0.input_activations", "null"}},
+    {"QuantOutputs",
+     CHANGE(text["quantization_config"]["config_groups"]["group_0"]["output_activations"] = {{"num_bits", 8}}),
+     {"config_groups.group_0.output_activations", "null"}},
+    {"QuantGroupFormat",
+     CHANGE(text["quantization_config"]["config_groups"]["group_0"]["format"] = "nvfp4-pack-quantized"),
+     {"config_groups.group_0.format", "nvfp4"}},
+    {"QuantScaleType",
+     CHANGE(text["quantization_config"]["config_groups"]["group_0"]["weights"]["scale_dtype"] = "torch.float8_e4m3fn"),
+     {"weights.scale_dtype", "torch.uint8"}},
+    {"QuantStrategy",
+     CHANGE(text["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "channel"),
+     {"weights.strategy", "\"group\""}},
+    {"QuantDynamic",
+     CHANGE(text["quantization_config"]["config_groups"]["group_0"]["weights"]["dynamic"] = true),
+     {"weights.dynamic", "false"}},
+    {"QuantOrder",
+     CHANGE(text["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"),
+     {"weights.actorder", "null"}},
+    {"QuantTwice",
+     CHANGE(root["quantization_config"] = {{"quant_method", "fp8"}}),
+     {"quantization_config", "the same"}},
+    {"LinearUnknown",
+     CHANGE(text["linear_attn_config"]["allow_neg_eigval"] = true),
+     {"text_config.linear_attn_config.allow_neg_eigval", "no such field"}},
+    {"Bias", CHANGE(text["attention_bias"] = true), {"text_config.attention_bias", "expected false"}},
+    {"QkNorm", CHANGE(text["use_qk_norm"] = true), {"text_config.use_qk_norm", "expected false"}},
+    {"Window", CHANGE(text["sliding_window"] = 4096), {"text_config.sliding_window", "null", "4096"}},
+    {"SoftCap", CHANGE(text["final_logit_softcapping"] = 30.0), {"text_config.final_logit_softcapping", "30.0"}},
+    {"LogitScale", CHANGE(text["logit_scale"] = 0.5), {"text_config.logit_scale", "expected 1", "0.5"}},
     {"TiedDisagree", CHANGE(root["tie_word_embeddings"] = true), {"tie_word_embeddings", "outer"}},
     {"BlockSize", CHANGE(text["attn_res_block_size"] = 0), {"attn_res_block_size", "found 0"}},
 };

@@ -148,6 +148,40 @@ TEST(WeightsLoaderTest, UnknownTensorsAreOneWarningAndVisionOneLine) {
   EXPECT_THAT(log.text(), AllOf(HasSubstr("ignoring 12 tensors"), HasSubstr("mystery.9"), HasSubstr("and 2 more")));
 }
 
+// A config.json that lacks a field of its checkpoint would otherwise be served without a part of the model.
+TEST(WeightsLoaderTest, WeightsWithoutAUseAreRefused) {
+  const auto without = [](void (*forget)(ModelConfig&)) {
+    return FailureAfter(testing::SmallK3Config(), [&](TestCheckpoint& c) { forget(c.config); });
+  };
+  EXPECT_THAT(without([](ModelConfig& c) { c.mla_use_output_gate = false; }),
+              AllOf(HasSubstr("model.safetensors"), HasSubstr("2 tensors that the model of config.json has no use for"),
+                    HasSubstr("layers.3.self_attn.g_proj.weight")));
+  EXPECT_THAT(without([](ModelConfig& c) { c.latent_moe_use_norm = false; }), HasSubstr("routed_expert_norm.weight"));
+  EXPECT_THAT(without([](ModelConfig& c) { c.attn_res_block_size = 0; }), HasSubstr("output_attn_res_norm.weight"));
+  EXPECT_THAT(without([](ModelConfig& c) { c.num_shared_experts = 0; }), HasSubstr("shared_experts.gate_proj.weight"));
+  for (const char* name : {"layers.0.self_attn.q_proj.bias", "layers.1.block_sparse_moe.experts.8.w1.weight_packed",
+                           "layers.4.self_attn.q_proj.weight_scale", "norm.bias"}) {
+    EXPECT_THAT(FailureAfter(testing::SmallK3Config(),
+                             [&](TestCheckpoint& c) {
+                               c.tensors.push_back({std::string(kK3) + name, "U8", {1}, {7}});
+                             }),
+                AllOf(HasSubstr("1 tensors"), HasSubstr(name)));
+  }
+}
+
+TEST(WeightsLoaderTest, BuffersDraftLayersAndOtherPartsArePassedOver) {
+  TestCheckpoint content(testing::SmallK3Config());
+  for (const char* name : {"layers.3.self_attn.rotary_emb.inv_freq", "layers.5.self_attn.q_proj.weight",
+                           "layers.99999999999.norm.weight", "mtp.0.norm.weight"}) {
+    content.tensors.push_back({std::string(kK3) + name, "U8", {1}, {7}});
+  }
+  content.tensors.push_back({"audio_tower.norm.weight", "U8", {1}, {7}});
+  const testing::LogCapture log;
+  const Loaded loaded(content);
+  ASSERT_TRUE(loaded.model.ok()) << loaded.model.status();
+  EXPECT_THAT(log.text(), HasSubstr("ignoring 5 tensors"));
+}
+
 TEST(WeightsLoaderTest, TheFirstLayersMixPairMayBeAbsent) {
   TestCheckpoint content(testing::SmallK3Config());
   content.Remove(std::string(kK3) + "layers.0.self_attention_res_norm.weight");
