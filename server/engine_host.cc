@@ -23,6 +23,7 @@
 #include "kernels/cpu/thread_pool.h"
 #include "server/exit_codes.h"
 #include "server/memory_request.h"
+#include "server/model_name.h"
 #include "server/nccl_world.h"
 #include "server/version.h"
 
@@ -54,12 +55,6 @@ constexpr auto kLastResort = std::chrono::seconds(8);
 constexpr size_t kSampleBytes = 4096;
 constexpr uint64_t kSamplesPerFile = 64;
 
-std::string FolderName(const std::string& dir) {
-  std::filesystem::path path = std::filesystem::path(dir).lexically_normal();
-  if (path.filename().empty()) path = path.parent_path();
-  return path.filename().string();
-}
-
 // What all processes must agree on about the choice of experts.
 std::string RoutingText(const ServerConfig& config) {
   const std::optional<BalanceOptions> balance = MakeBalanceOptions(config);
@@ -79,6 +74,19 @@ uint64_t LayoutTag(const ServedModel& served, const CacheGeometry& geometry) {
   print.Add(static_cast<uint64_t>(geometry.state_dtype));
   print.Add(static_cast<uint64_t>(geometry.conv_dtype));
   return print.value();
+}
+
+// A vocabulary without names for its special tokens is taken for K3's, which has its own chat format.
+absl::Status CheckTokenNames(const ModelConfig& config, const std::string& tokenizer_dir) {
+  const std::string file = tokenizer_dir + "/tokenizer_config.json";
+  std::error_code error;
+  if (std::filesystem::exists(file, error)) return absl::OkStatus();
+  if (config.model_type != "kimi_k3") {
+    return absl::NotFoundError(absl::StrCat(file, ": cannot be opened; it names the special tokens of ",
+                                            config.model_type, " (--tokenizer names another folder)"));
+  }
+  spdlog::info("{}: none, special tokens are called as in the released K3", file);
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -183,7 +191,7 @@ absl::Status EngineHost::OpenDevice(const ServerConfig& config) {
   options.first_rank = place.process * options.local_ranks;
   if (place.processes > 1) {
     const std::string agreement = absl::StrCat(
-        "k3serve ", kVersion, " ", kCommit, ", ", FolderName(config.model_dir), ", ", config.tensor_parallel_size, "x",
+        "k3serve ", kVersion, " ", kCommit, ", ", ModelNameOf(config.model_dir), ", ", config.tensor_parallel_size, "x",
         config.data_parallel_size, " ranks on ", is_cpu ? "cpu" : "cuda", ", ", config.expert_transport, ", pages of ",
         config.page_size, " tokens, routing ", RoutingText(config));
     auto joined = ProcessGroup::Join(place, agreement, kJoinPatience);
@@ -262,12 +270,14 @@ absl::Status EngineHost::LoadModel(const ServerConfig& config, const std::functi
   absl::StatusOr<SamplingDefaults> defaults = LoadSamplingDefaults(dir);
   if (!defaults.ok()) return defaults.status();
   served_->defaults = *std::move(defaults);
-  auto tokenizer = Tokenizer::Load(config.tokenizer_dir.empty() ? dir : config.tokenizer_dir);
+  const std::string& tokenizer_dir = config.tokenizer_dir.empty() ? dir : config.tokenizer_dir;
+  auto tokenizer = Tokenizer::Load(tokenizer_dir);
   if (!tokenizer.ok()) {
     return absl::Status(tokenizer.status().code(),
                         absl::StrCat(std::string(tokenizer.status().message()), " (--tokenizer names another folder)"));
   }
   served_->tokenizer = *std::move(tokenizer);
+  if (absl::Status status = CheckTokenNames(*model_config, tokenizer_dir); !status.ok()) return status;
   if (served_->tokenizer->vocab_size() > model_config->vocab_size) {
     return absl::DataLossError(absl::StrCat("the tokenizer has ", served_->tokenizer->vocab_size(),
                                             " ids, the model's vocab_size is ", model_config->vocab_size));
@@ -284,7 +294,7 @@ absl::Status EngineHost::LoadModel(const ServerConfig& config, const std::functi
     served_->grammars = std::make_shared<GrammarPool>(GrammarPool::Options(), std::move(grammar_engine));
   }
   served_->names = config.served_model_names;
-  served_->root = FolderName(dir);
+  served_->root = ModelNameOf(dir);
   served_->created = static_cast<int64_t>(std::time(nullptr));
   served_->device = ranks_->ops().device_name();
 

@@ -27,7 +27,7 @@ struct SamplingDefaults {
 // Everything about the loaded model that requests need. Immutable once it is installed; the engine outlives it.
 struct ServedModel {
   std::vector<std::string> names;  // the first is told back
-  std::string root;                // the folder's name
+  std::string root;                // ModelNameOf the folder
   int64_t created = 0;             // seconds since 1970
   std::string weights_version;
   std::string device;
@@ -39,7 +39,8 @@ struct ServedModel {
   std::shared_ptr<GrammarPool> grammars;  // null: this build has no structured output
 };
 
-// Reads generation_config.json in `dir`; all absent when there is none. INVALID_ARGUMENT naming file and field.
+// Reads generation_config.json in `dir`; all absent when there is none. INVALID_ARGUMENT naming file and field. Fields
+// that would change answers but cannot be followed, such as beam search, are one warning.
 absl::StatusOr<SamplingDefaults> LoadSamplingDefaults(const std::string& dir);
 
 }  // namespace k3

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "server/launch_place.h"
+#include "server/model_name.h"
 
 namespace k3 {
 namespace {
@@ -39,7 +40,8 @@ void AddNetworkFlags(FlagSet& flags, ServerConfig& config) {
 void AddServingFlags(FlagSet& flags, ServerConfig& config) {
   flags.Group("Requests");
   flags.List("served-model-name", &config.served_model_names, "NAME",
-             "names that requests may use; the first is told back (default: the folder's name)");
+             "names that requests may use; the first is told back (default: the folder's, or ORGANISATION/NAME in the "
+             "hub's cache)");
   flags.String("tokenizer", &config.tokenizer_dir, "DIR", "folder of the tokenizer (default: the model's)");
   flags.Choice("default-effort", &config.default_effort, {"low", "high", "max", "none"},
                "thinking effort of requests that name none (default: max for K3)");
@@ -173,13 +175,6 @@ struct ServeFlags {
   std::string gpus;
   std::string config_file;
 };
-
-std::string FolderName(const std::string& dir) {
-  std::filesystem::path path = std::filesystem::path(dir).lexically_normal();
-  if (path.filename().empty()) path = path.parent_path();
-  const std::string name = path.filename().string();
-  return name.empty() || name == "." || name == ".." ? "model" : name;
-}
 
 }  // namespace
 
@@ -354,7 +349,7 @@ absl::StatusOr<ServerCommandLine> ParseServerCommandLine(const std::vector<std::
   if (!status.ok()) return status;
   declared.result.values = flags.PrintValues();
   if (config.served_model_names.empty() && !config.model_dir.empty()) {
-    config.served_model_names = {FolderName(config.model_dir)};
+    config.served_model_names = {ModelNameOf(config.model_dir)};
   }
   return std::move(declared.result);
 }

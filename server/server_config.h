@@ -33,7 +33,7 @@ struct ServerConfig {
   std::optional<int64_t> max_streams_per_key;
 
   // Model.
-  std::vector<std::string> served_model_names;  // never empty after Load: the folder's name by default
+  std::vector<std::string> served_model_names;  // never empty after Load: ModelNameOf the folder by default
   std::string tokenizer_dir;                    // empty: the model's folder
   std::optional<int64_t> max_model_len;
   std::string default_effort;  // low, high, max, none; empty: the model's own (max for K3)

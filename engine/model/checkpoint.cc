@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "engine/model/file_link.h"
 #include "engine/model/json_cursor.h"
 #include "engine/model/name_list.h"
 #include "kernels/core/check.h"
@@ -95,10 +96,15 @@ absl::StatusOr<std::unique_ptr<Checkpoint>> Checkpoint::Open(const std::string& 
   std::unique_ptr<Checkpoint> checkpoint(new Checkpoint);
   const std::string index = dir + "/" + kIndexFile;
   const std::string single = dir + "/" + kSingleFile;
+  // A link that leads nowhere counts: opening it says so.
+  const auto is_there = [](const std::string& path) {
+    std::error_code ignored;
+    return std::filesystem::exists(std::filesystem::symlink_status(path, ignored));
+  };
   absl::Status status;
-  if (std::filesystem::exists(index, error)) {
+  if (is_there(index)) {
     status = checkpoint->OpenSharded(dir, index);
-  } else if (std::filesystem::exists(single, error)) {
+  } else if (is_there(single)) {
     status = checkpoint->OpenShard(single);
     if (status.ok()) status = checkpoint->IndexNames();
   } else {
@@ -174,7 +180,8 @@ absl::Status Checkpoint::OpenSharded(const std::string& dir, const std::string& 
   NameList missing;
   std::error_code error;
   for (const std::string& name : names) {
-    if (!std::filesystem::exists(dir + "/" + name, error)) missing.Add(name);
+    const std::string path = dir + "/" + name;
+    if (!std::filesystem::exists(path, error)) missing.Add(absl::StrCat(EscapeName(name), DanglingLink(path)));
   }
   if (!missing.empty()) {
     return absl::DataLossError(absl::StrCat(index_path, ": names ", missing.count(), " of ", names.size(),

@@ -10,12 +10,13 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "engine/model/file_link.h"
 
 namespace k3 {
 
 absl::StatusOr<std::unique_ptr<MappedFile>> MappedFile::Open(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be opened"));
+  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be opened", DanglingLink(path)));
   struct stat info;
   if (fstat(fd, &info) != 0) {
     const int error = errno;

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/model/config_fields.h"
 #include "engine/model/config_names.h"
+#include "engine/model/file_link.h"
 #include "engine/model/name_list.h"
 #include "engine/model/quantization_config.h"
 #include "spdlog/spdlog.h"
@@ -301,7 +302,7 @@ absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& dir) {
     return absl::NotFoundError(absl::StrCat(dir, ": expected a model directory with a config.json, found none"));
   }
   std::ifstream stream(file, std::ios::binary);
-  if (!stream) return absl::NotFoundError(absl::StrCat(file, ": cannot be opened"));
+  if (!stream) return absl::NotFoundError(absl::StrCat(file, ": cannot be opened", DanglingLink(file)));
   std::string text(kMaxFileBytes + 1, '\0');
   stream.read(text.data(), static_cast<std::streamsize>(text.size()));
   text.resize(static_cast<size_t>(stream.gcount()));

@@ -68,7 +68,7 @@ void Tokenizer::IndexSpecialTokens() {
   std::sort(special_lengths_.begin(), special_lengths_.end(), std::greater<>());
   special_lengths_.erase(std::unique(special_lengths_.begin(), special_lengths_.end()), special_lengths_.end());
 
-  for (const auto id : {eos_id(), SpecialId("<|end_of_msg|>"), SpecialId("<|im_end|>")}) {
+  for (const auto id : {eos_id(), SpecialId("[EOS]"), SpecialId("<|end_of_msg|>"), SpecialId("<|im_end|>")}) {
     if (id.has_value()) stop_ids_.push_back(*id);
   }
   std::sort(stop_ids_.begin(), stop_ids_.end());

@@ -54,7 +54,8 @@ class Tokenizer {
   std::optional<int32_t> bos_id() const { return Named(special_.bos_id); }
   std::optional<int32_t> eos_id() const { return Named(special_.eos_id); }
   std::optional<int32_t> pad_id() const { return Named(special_.pad_id); }
-  // End a chat answer: the file's eos token and the end of a message (<|end_of_msg|> or <|im_end|>), ascending.
+  // End a chat answer: the file's eos token, [EOS] (some files call the end of a message eos), and the end of a message
+  // (<|end_of_msg|> or <|im_end|>), ascending.
   const std::vector<int32_t>& stop_ids() const { return stop_ids_; }
 
  private:

@@ -5,6 +5,7 @@ import atexit
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 import unittest
 
@@ -12,7 +13,8 @@ import openai
 
 from running_server import ROOT, RunningServer, main
 
-SERVER = None
+SERVER = BINARY = FOLDER = None
+MODEL = os.path.join(ROOT, "tests/data/tiny-kimi-linear")
 NAMES = ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>",
          "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
          "<|tool_call_argument_begin|>", "<|tool_call_end|>"]
@@ -40,6 +42,14 @@ class KimiLinearTest(unittest.TestCase):
         self.assertEqual(sorted(value), ["n", "unit"])
         self.assertIn(value["n"], range(1, 100))
         self.assertIn(value["unit"], SIZE["properties"]["unit"]["enum"])
+
+    def test_special_tokens_need_names(self):
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(os.path.join(FOLDER, "tiktoken.model"), folder)
+            result = subprocess.run([BINARY, "serve", MODEL, "--device", "cpu", "--port", "off", "--grpc-port", "0",
+                                     "--tokenizer", folder], capture_output=True, text=True, timeout=60)
+            self.assertEqual(result.returncode, 4, result)
+            self.assertIn("tokenizer_config.json: cannot be opened; it names the special tokens", result.stderr)
 
     def test_chat_whole_and_streamed(self):
         whole = chat(max_tokens=40, temperature=0).choices[0]
@@ -99,9 +109,10 @@ class KimiLinearTest(unittest.TestCase):
 
 
 def configure(binary, model):
-    global SERVER
+    global SERVER, BINARY, FOLDER
     del model
-    folder = tempfile.mkdtemp(prefix="k3serve-tokenizer-")
+    BINARY = binary
+    FOLDER = folder = tempfile.mkdtemp(prefix="k3serve-tokenizer-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with open(os.path.join(ROOT, "configs/models/tiny-k3/tiktoken.model"), encoding="ascii") as file:
         ranks = file.readlines()[:RANKS]
@@ -110,7 +121,7 @@ def configure(binary, model):
     with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as file:
         json.dump({"added_tokens_decoder": {str(RANKS + i): {"content": name} for i, name in enumerate(NAMES)},
                    "bos_token": "[BOS]", "eos_token": "[EOS]"}, file)
-    SERVER = RunningServer(binary, os.path.join(ROOT, "tests/data/tiny-kimi-linear"), "--tokenizer", folder)
+    SERVER = RunningServer(binary, MODEL, "--tokenizer", folder)
 
 
 def tearDownModule():

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "tests/testing/log_capture.h"
 #include "tests/testing/paths.h"
 
 namespace k3 {
@@ -48,7 +49,21 @@ TEST(ServedModelTest, BadFilesNameFileAndField) {
   EXPECT_THAT(std::string(Load(R"({"top_p": 2})").status().message()), HasSubstr("top_p must be from"));
   EXPECT_THAT(std::string(Load(R"({"temperature": "x"})").status().message()),
               HasSubstr("temperature must be a number"));
-  EXPECT_THAT(std::string(Load(R"({"eos_token_id": "x"})").status().message()), HasSubstr("eos_token_id"));
+  for (const char* eos : {"\"x\"", "-1", "[1, 4294967298]", "1.5", "[[1]]", "true"}) {
+    const auto defaults = Load(std::string(R"({"eos_token_id": )") + eos + "}");
+    EXPECT_THAT(std::string(defaults.status().message()), HasSubstr("eos_token_id must hold token ids")) << eos;
+  }
+  EXPECT_THAT(std::string(Load(R"({"top_k": 1.5})").status().message()), HasSubstr("top_k must be a whole number"));
+}
+
+TEST(ServedModelTest, WhatCannotBeFollowedIsNamed) {
+  const testing::LogCapture log;
+  ASSERT_TRUE(Load(R"({"num_beams": 1, "typical_p": 1.0, "max_length": 20, "suppress_tokens": null, "stop_strings": [],
+                       "forced_eos_token_id": null, "min_new_tokens": 0, "max_new_tokens": 7})")
+                  .ok());
+  EXPECT_EQ(log.text(), "");
+  ASSERT_TRUE(Load(R"({"num_beams": 4, "suppress_tokens": [7], "typical_p": 0.9, "forced_bos_token_id": 0})").ok());
+  EXPECT_EQ(log.Count("not followed: num_beams, typical_p, suppress_tokens, forced_bos_token_id"), 1) << log.text();
 }
 
 }  // namespace

@@ -7,8 +7,8 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
-#include "tests/engine/model/log_capture.h"
 #include "tests/testing/checkpoint_writer.h"
+#include "tests/testing/log_capture.h"
 #include "tests/testing/paths.h"
 #include "tests/testing/temp_dir.h"
 
@@ -73,6 +73,39 @@ TEST_F(ShardedCheckpointTest, OpensAndFindsEveryTensor) {
     ASSERT_EQ(view.bytes(), tensor.data.size());
     EXPECT_EQ(std::memcmp(view.data, tensor.data.data(), tensor.data.size()), 0) << tensor.name;
   }
+}
+
+// The hub's cache: a folder of links to files that are named after their hashes.
+TEST_F(ShardedCheckpointTest, FoldersOfLinksAreFollowed) {
+  const testing::TempDir cache;
+  const std::string snapshot = cache.File("snapshots/0a1b2c");
+  std::filesystem::create_directories(snapshot);
+  std::filesystem::create_directories(cache.File("blobs"));
+  int number = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(dir_.path())) {
+    const std::string blob = "blobs/" + std::to_string(number++);
+    std::filesystem::copy_file(entry.path(), cache.File(blob));
+    std::filesystem::create_symlink("../../" + blob, snapshot + "/" + entry.path().filename().string());
+  }
+  ASSERT_TRUE(LoadModelConfig(snapshot).ok());
+  const auto checkpoint = Checkpoint::Open(snapshot);
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status();
+  EXPECT_EQ((*checkpoint)->num_tensors(), content_.tensors.size());
+
+  std::filesystem::remove_all(cache.File("blobs"));  // as in a container that mounts the snapshot alone
+  const auto nowhere = [](const absl::Status& status) {
+    EXPECT_THAT(std::string(status.message()), HasSubstr("(a link to ../../blobs/"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr(", which is not there)"));
+  };
+  nowhere(LoadModelConfig(snapshot).status());
+  nowhere(Checkpoint::Open(snapshot).status());
+}
+
+TEST_F(ShardedCheckpointTest, ALinkToAMissingShardIsNamed) {
+  std::filesystem::remove(Shard(1));
+  std::filesystem::create_symlink("../blobs/7", Shard(1));
+  EXPECT_THAT(Failure(), AllOf(HasSubstr("names 1 of 3 files that are not in the directory"),
+                               HasSubstr(ShardName(1, 3) + " (a link to ../blobs/7, which is not there)")));
 }
 
 TEST_F(ShardedCheckpointTest, ShardRemoved) {

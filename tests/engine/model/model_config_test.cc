@@ -5,8 +5,8 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
-#include "tests/engine/model/log_capture.h"
 #include "tests/testing/checkpoint_writer.h"
+#include "tests/testing/log_capture.h"
 #include "tests/testing/paths.h"
 #include "tests/testing/temp_dir.h"
 

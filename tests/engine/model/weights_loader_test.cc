@@ -10,7 +10,7 @@
 
 #include "engine/model/tensor_match.h"
 #include "tests/engine/model/loaded_checkpoint.h"
-#include "tests/engine/model/log_capture.h"
+#include "tests/testing/log_capture.h"
 #include "tests/testing/paths.h"
 
 namespace k3 {

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "tests/engine/model/loaded_checkpoint.h"
-#include "tests/engine/model/log_capture.h"
+#include "tests/testing/log_capture.h"
 
 namespace k3 {
 namespace {

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -56,6 +57,19 @@ TEST(Tokenizer, MoreCasesFromTiktoken) {
     EXPECT_EQ(Tiny().Encode(text).value(), item["ids"].get<Ids>()) << text;
     EXPECT_EQ(Tiny().Decode(item["ids"].get<Ids>()), text);
   }
+}
+
+// The K2 family's later files call the end of a message eos.
+TEST(Tokenizer, RepliesEndAtEveryEnd) {
+  std::ostringstream model;
+  model << std::ifstream(testing::TinyK3() + "/tiktoken.model").rdbuf();
+  const auto tokenizer = Tokenizer::FromContents(model.str(),
+                                                 R"({"added_tokens_decoder": {"3840": {"content": "[BOS]"},
+                                                     "3841": {"content": "[EOS]"}, "3842": {"content": "<|im_end|>"}},
+                                                     "eos_token": "<|im_end|>"})");
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  EXPECT_EQ((*tokenizer)->eos_id(), 3842);
+  EXPECT_EQ((*tokenizer)->stop_ids(), (Ids{3841, 3842}));
 }
 
 TEST(Tokenizer, Ids) {
