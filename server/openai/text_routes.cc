@@ -139,9 +139,9 @@ HttpReply OpenAiGateway::TokenizerInfo(const HttpRequest&, HttpWaker) {
   if (!found.ok()) return ErrorResponse(ErrorOf(found.status()));
   const ServedModel& model = **found;
   const Tokenizer& tokenizer = *model.tokenizer;
-  // A reply in a chat ends with its own token, which is what tools want to know as the end.
-  const std::optional<int32_t> eos =
-      model.eos_token_ids.empty() ? tokenizer.eos_id() : std::optional<int32_t>(model.eos_token_ids.front());
+  // What the vocabulary's own files call the end, where they name one; replies stop at others too.
+  std::optional<int32_t> eos = tokenizer.eos_id();
+  if (!eos.has_value() && !model.eos_token_ids.empty()) eos = model.eos_token_ids.front();
   std::string stop_ids;
   AppendIds(model.eos_token_ids, &stop_ids);
   return HttpResponse{

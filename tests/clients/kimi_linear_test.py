@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import unittest
+import urllib.request
 
 import openai
 
@@ -50,6 +51,12 @@ class KimiLinearTest(unittest.TestCase):
                                      "--tokenizer", folder], capture_output=True, text=True, timeout=60)
             self.assertEqual(result.returncode, 4, result)
             self.assertIn("tokenizer_config.json: cannot be opened; it names the special tokens", result.stderr)
+
+    def test_the_end_has_the_name_that_the_file_gives_it(self):
+        with urllib.request.urlopen(SERVER.url + "/tokenizer_info") as reply:
+            info = json.load(reply)
+        self.assertEqual((info["eos_token"], info["eos_token_id"]), ("<|im_end|>", RANKS + 2))
+        self.assertLessEqual({RANKS + 1, RANKS + 2}, set(info["stop_token_ids"]))
 
     def test_chat_whole_and_streamed(self):
         whole = chat(max_tokens=40, temperature=0).choices[0]
@@ -120,7 +127,7 @@ def configure(binary, model):
         file.writelines(ranks)
     with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as file:
         json.dump({"added_tokens_decoder": {str(RANKS + i): {"content": name} for i, name in enumerate(NAMES)},
-                   "bos_token": "[BOS]", "eos_token": "[EOS]"}, file)
+                   "bos_token": "[BOS]", "eos_token": "<|im_end|>"}, file)
     SERVER = RunningServer(binary, MODEL, "--tokenizer", folder)
 
 
