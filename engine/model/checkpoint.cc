@@ -1,6 +1,5 @@
 #include "engine/model/checkpoint.h"
 
-#include <algorithm>
 #include <filesystem>
 #include <mutex>
 #include <set>
@@ -76,7 +75,91 @@ absl::Status WalkIndex(const MappedFile& file, std::optional<uint64_t>* total_si
   return absl::OkStatus();
 }
 
+// The files that the index names, sorted, each once.
+absl::StatusOr<std::vector<std::string>> ShardNames(const MappedFile& index) {
+  std::optional<uint64_t> total_size;
+  std::set<std::string> names;
+  std::string last;  // neighbours usually share a file
+  const absl::Status status = WalkIndex(index, &total_size, [&](const std::string& tensor, std::string_view shard) {
+    if (shard == last) return absl::OkStatus();
+    last.assign(shard);
+    if (shard.empty() || shard.find('/') != std::string_view::npos || shard == "." || shard == "..") {
+      return absl::DataLossError(absl::StrCat(index.path(), ": tensor '", EscapeName(tensor),
+                                              "': expected a file name in the same directory, found '",
+                                              EscapeName(shard), "'"));
+    }
+    names.insert(last);
+    return absl::OkStatus();
+  });
+  if (!status.ok()) return status;
+  return std::vector<std::string>(names.begin(), names.end());
+}
+
+// All missing files in one message.
+absl::Status CheckPresence(const std::string& dir, const std::vector<std::string>& names,
+                           const std::string& index_path) {
+  NameList missing;
+  std::error_code error;
+  for (const std::string& name : names) {
+    const std::string path = dir + "/" + name;
+    if (!std::filesystem::exists(path, error)) missing.Add(absl::StrCat(EscapeName(name), DanglingLink(path)));
+  }
+  if (missing.empty()) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat(index_path, ": names ", missing.count(), " of ", names.size(),
+                                          " files that are not in the directory: ", missing.ToString()));
+}
+
 std::string FileName(const std::string& path) { return std::filesystem::path(path).filename().string(); }
+
+// That the index and the headers of the opened shards place the same tensors in the same files.
+absl::Status CompareWithIndex(const Checkpoint& checkpoint, const MappedFile& index,
+                              const absl::flat_hash_map<std::string, uint32_t>& shard_of_name) {
+  const auto shard_name = [&](uint32_t shard) { return FileName(checkpoint.shard_file(shard).path()); };
+  std::vector<std::vector<bool>> listed(checkpoint.num_shards());
+  for (size_t s = 0; s < listed.size(); ++s) listed[s].resize(checkpoint.shard_header(s).tensors.size());
+  NameList absent, misplaced, doubled;
+  std::optional<uint64_t> total_size;
+  std::string last;  // neighbours usually share a file
+  uint32_t expected = 0;
+  const absl::Status status = WalkIndex(index, &total_size, [&](const std::string& tensor, std::string_view shard) {
+    if (shard != last) {
+      last.assign(shard);
+      expected = shard_of_name.at(last);
+    }
+    const std::optional<Checkpoint::Location> at = checkpoint.Find(tensor);
+    if (!at) {
+      absent.Add(absl::StrCat("'", EscapeName(tensor), "' (", last, ")"));
+      return absl::OkStatus();
+    }
+    if (at->shard != expected) {
+      misplaced.Add(absl::StrCat("'", tensor, "' (index: ", last, ", found in ", shard_name(at->shard), ")"));
+    }
+    if (listed[at->shard][at->index]) doubled.Add(absl::StrCat("'", tensor, "'"));
+    listed[at->shard][at->index] = true;
+    return absl::OkStatus();
+  });
+  if (!status.ok()) return status;
+
+  NameList unlisted;
+  for (uint32_t s = 0; s < listed.size(); ++s) {
+    for (uint32_t i = 0; i < listed[s].size(); ++i) {
+      if (listed[s][i]) continue;
+      unlisted.Add(absl::StrCat("'", EscapeName(checkpoint.Name({s, i})), "' (", shard_name(s), ")"));
+    }
+  }
+  const auto disagree = [&](const char* what, const NameList& names) {
+    return absl::DataLossError(absl::StrCat(index.path(), ": ", names.count(), " ", what, ": ", names.ToString()));
+  };
+  if (!absent.empty()) return disagree("tensors of the index are not in the file it names", absent);
+  if (!misplaced.empty()) return disagree("tensors of the index are in another file than it names", misplaced);
+  if (!doubled.empty()) return disagree("tensors are in the index twice", doubled);
+  if (!unlisted.empty()) return disagree("tensors of the files are not in the index", unlisted);
+  if (total_size && *total_size != checkpoint.total_bytes() && FirstMention(index.path())) {
+    spdlog::warn("{}: metadata.total_size is {}, the files hold {} bytes of tensors", index.path(), *total_size,
+                 checkpoint.total_bytes());
+  }
+  return absl::OkStatus();
+}
 
 }  // namespace
 
@@ -159,84 +242,16 @@ absl::Status Checkpoint::OpenSharded(const std::string& dir, const std::string& 
   if (!index.ok()) return index.status();
 
   // First walk: which files. Second, once their headers are known: which tensor where. Nothing of the text is kept.
-  std::optional<uint64_t> total_size;
-  std::vector<std::string> names;
+  auto names = ShardNames(**index);
+  if (!names.ok()) return names.status();
+  if (absl::Status status = CheckPresence(dir, *names, index_path); !status.ok()) return status;
   absl::flat_hash_map<std::string, uint32_t> shard_of_name;
-  std::string last;  // neighbours usually share a file
-  absl::Status status = WalkIndex(**index, &total_size, [&](const std::string& tensor, std::string_view shard) {
-    if (shard == last) return absl::OkStatus();
-    last.assign(shard);
-    if (shard.empty() || shard.find('/') != std::string_view::npos || shard == "." || shard == "..") {
-      return absl::DataLossError(absl::StrCat(index_path, ": tensor '", EscapeName(tensor),
-                                              "': expected a file name in the same directory, found '",
-                                              EscapeName(shard), "'"));
-    }
-    if (shard_of_name.try_emplace(last, 0).second) names.push_back(last);
-    return absl::OkStatus();
-  });
-  if (!status.ok()) return status;
-  std::sort(names.begin(), names.end());
-
-  NameList missing;
-  std::error_code error;
-  for (const std::string& name : names) {
-    const std::string path = dir + "/" + name;
-    if (!std::filesystem::exists(path, error)) missing.Add(absl::StrCat(EscapeName(name), DanglingLink(path)));
-  }
-  if (!missing.empty()) {
-    return absl::DataLossError(absl::StrCat(index_path, ": names ", missing.count(), " of ", names.size(),
-                                            " files that are not in the directory: ", missing.ToString()));
-  }
-  for (const std::string& name : names) {
+  for (const std::string& name : *names) {
     shard_of_name[name] = static_cast<uint32_t>(shards_.size());
-    if (status = OpenShard(dir + "/" + name); !status.ok()) return status;
+    if (absl::Status status = OpenShard(dir + "/" + name); !status.ok()) return status;
   }
-  if (status = IndexNames(); !status.ok()) return status;
-
-  std::vector<std::vector<bool>> listed(shards_.size());
-  for (size_t s = 0; s < shards_.size(); ++s) listed[s].resize(shards_[s].header.tensors.size());
-  NameList absent, misplaced, doubled;
-  uint32_t expected = 0;
-  last.clear();
-  status = WalkIndex(**index, &total_size, [&](const std::string& tensor, std::string_view shard) {
-    if (shard != last) {
-      last.assign(shard);
-      expected = shard_of_name.at(last);
-    }
-    const std::optional<Location> at = Find(tensor);
-    if (!at) {
-      absent.Add(absl::StrCat("'", EscapeName(tensor), "' (", last, ")"));
-      return absl::OkStatus();
-    }
-    if (at->shard != expected) {
-      misplaced.Add(
-          absl::StrCat("'", tensor, "' (index: ", last, ", found in ", FileName(shards_[at->shard].file->path()), ")"));
-    }
-    if (listed[at->shard][at->index]) doubled.Add(absl::StrCat("'", tensor, "'"));
-    listed[at->shard][at->index] = true;
-    return absl::OkStatus();
-  });
-  if (!status.ok()) return status;
-
-  NameList unlisted;
-  for (uint32_t s = 0; s < shards_.size(); ++s) {
-    for (uint32_t i = 0; i < listed[s].size(); ++i) {
-      if (!listed[s][i])
-        unlisted.Add(absl::StrCat("'", EscapeName(Name({s, i})), "' (", FileName(shards_[s].file->path()), ")"));
-    }
-  }
-  const auto disagree = [&](const char* what, const NameList& names) {
-    return absl::DataLossError(absl::StrCat(index_path, ": ", names.count(), " ", what, ": ", names.ToString()));
-  };
-  if (!absent.empty()) return disagree("tensors of the index are not in the file it names", absent);
-  if (!misplaced.empty()) return disagree("tensors of the index are in another file than it names", misplaced);
-  if (!doubled.empty()) return disagree("tensors are in the index twice", doubled);
-  if (!unlisted.empty()) return disagree("tensors of the files are not in the index", unlisted);
-  if (total_size && *total_size != total_bytes_ && FirstMention(index_path)) {
-    spdlog::warn("{}: metadata.total_size is {}, the files hold {} bytes of tensors", index_path, *total_size,
-                 total_bytes_);
-  }
-  return absl::OkStatus();
+  if (absl::Status status = IndexNames(); !status.ok()) return status;
+  return CompareWithIndex(*this, **index, shard_of_name);
 }
 
 std::optional<Checkpoint::Location> Checkpoint::Find(std::string_view name) const {
