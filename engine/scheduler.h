@@ -165,7 +165,22 @@ class Scheduler {
   void Admit(Clock::time_point now, StepPlan* plan);
   // Counts what keeps the next candidate waiting.
   void NoteHeldBack();
+  // Where a sequence would go on: the rank with the longest resume point, and what that one has cached of the prefix.
+  struct Placement {
+    Rank* rank = nullptr;  // null: none has room
+    PrefixMatch match;
+    int64_t needed_pages = 0;  // for the whole text
+  };
+  // Whether its prefix may be looked up in the cache.
+  bool MayMatch(const LiveRequest& live) const;
+  Placement Place(const Sequence& sequence, bool obey_long_limit);
   bool TryAdmit(Sequence& sequence, bool obey_long_limit, Clock::time_point now, StepPlan* plan);
+  // Takes what the placement found for the sequence, zeroed or restored by the step that is planned.
+  void TakeLease(const Placement& placement, Sequence& sequence, StepPlan* plan);
+  // From queue or preempted to running.
+  void EnterRunning(Rank& rank, Sequence& sequence);
+  // The first admission of a request: its figures and its sink.
+  void NoteAdmitted(LiveRequest& live, const Sequence& sequence, int32_t matched_tokens, Clock::time_point now);
   void Requeue(Sequence& sequence);
   void Preempt(Rank& rank, Sequence& victim, RankPlan* plan);
   bool EnsurePages(Rank& rank, Sequence& sequence, int64_t tokens, RankPlan* plan);
