@@ -11,7 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/grammar/length_limits.h"
-#include "server/grammar/schema_check.h"
+#include "server/grammar/schema_reference.h"
 #include "server/grammar/string_alternatives.h"
 #include "server/text/json_writer.h"
 #include "server/text/xtml_markup.h"

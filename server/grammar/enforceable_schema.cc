@@ -14,7 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/grammar/pattern_check.h"
-#include "server/grammar/schema_check.h"
+#include "server/grammar/schema_reference.h"
 #include "server/grammar/schema_shapes.h"
 #include "server/grammar/string_alternatives.h"
 #include "server/grammar/string_formats.h"

@@ -1,9 +1,7 @@
 #include "server/grammar/schema_check.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
-#include <cstdint>
 #include <deque>
 #include <initializer_list>
 #include <string_view>
@@ -13,9 +11,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
 #include "server/error_details.h"
 #include "server/grammar/pattern_check.h"
+#include "server/grammar/schema_bounds.h"
+#include "server/grammar/schema_reference.h"
 #include "server/grammar/schema_shapes.h"
 #include "server/grammar/schema_strict.h"
 #include "server/text/field_error.h"
@@ -102,7 +101,7 @@ class Checker {
     }
     checked_.insert(&schema);
     if (decisive.empty()) {
-      const absl::Status status = CheckCounts(schema, path);
+      const absl::Status status = CheckSchemaBounds(schema, path);
       if (!status.ok()) return status;
     }
     if (!strict_) return absl::OkStatus();
@@ -170,39 +169,43 @@ class Checker {
     return status.ok() ? CheckPatternInString(pattern, path) : status;
   }
 
+  absl::Status CheckNamedSchemas(const std::string& key, const JsonValue& value, const std::string& path, int depth) {
+    if (!value.is_object()) return FieldError(path, "expected an object of schemas");
+    for (size_t i = 0; i < value.keys.size(); ++i) {
+      const std::string place = absl::StrCat(path, ".", Excerpt(value.keys[i], 60));
+      if (key == "patternProperties") {
+        const absl::Status status = CheckJsonPattern(value.keys[i], place);
+        if (!status.ok()) return status;
+      }
+      // A definition that nobody uses may be anything.
+      const bool definition = IsOneOf(key, {"$defs", "definitions"});
+      if (definition && !value.items[i].is_object()) continue;
+      if (schema::IsFalse(&value.items[i])) continue;  // no such member: see CheckSchemaBounds and CheckEnforced
+      const absl::Status status = Check(value.items[i], place, depth + 1);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckSchemaList(const std::string& key, const JsonValue& value, const std::string& path, int depth) {
+    if (!value.is_array() || value.items.empty()) return FieldError(path, "expected a list of schemas");
+    if (strict_ && key == "allOf" && value.items.size() > 1) {
+      return FieldError(path, "of several schemas cannot be enforced: write one schema instead");
+    }
+    const bool some = std::any_of(value.items.begin(), value.items.end(),
+                                  [](const JsonValue& item) { return !schema::IsFalse(&item); });
+    for (size_t i = 0; i < value.items.size(); ++i) {
+      // One alternative less, or the end of a list.
+      if (schema::IsFalse(&value.items[i]) && (key == "prefixItems" || (some && key != "allOf"))) continue;
+      const absl::Status status = Check(value.items[i], absl::StrCat(path, "[", i, "]"), depth + 1);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status CheckMember(const std::string& key, const JsonValue& value, const std::string& path, int depth) {
-    if (HoldsSchemas(key)) {
-      if (!value.is_object()) return FieldError(path, "expected an object of schemas");
-      for (size_t i = 0; i < value.keys.size(); ++i) {
-        const std::string place = absl::StrCat(path, ".", Excerpt(value.keys[i], 60));
-        if (key == "patternProperties") {
-          const absl::Status status = CheckJsonPattern(value.keys[i], place);
-          if (!status.ok()) return status;
-        }
-        // A definition that nobody uses may be anything.
-        const bool definition = IsOneOf(key, {"$defs", "definitions"});
-        if (definition && !value.items[i].is_object()) continue;
-        if (schema::IsFalse(&value.items[i])) continue;  // no such member: see CheckCounts and CheckEnforced
-        const absl::Status status = Check(value.items[i], place, depth + 1);
-        if (!status.ok()) return status;
-      }
-      return absl::OkStatus();
-    }
-    if (HoldsSchemaList(key)) {
-      if (!value.is_array() || value.items.empty()) return FieldError(path, "expected a list of schemas");
-      if (strict_ && key == "allOf" && value.items.size() > 1) {
-        return FieldError(path, "of several schemas cannot be enforced: write one schema instead");
-      }
-      const bool some = std::any_of(value.items.begin(), value.items.end(),
-                                    [](const JsonValue& item) { return !schema::IsFalse(&item); });
-      for (size_t i = 0; i < value.items.size(); ++i) {
-        // One alternative less, or the end of a list.
-        if (schema::IsFalse(&value.items[i]) && (key == "prefixItems" || (some && key != "allOf"))) continue;
-        const absl::Status status = Check(value.items[i], absl::StrCat(path, "[", i, "]"), depth + 1);
-        if (!status.ok()) return status;
-      }
-      return absl::OkStatus();
-    }
+    if (HoldsSchemas(key)) return CheckNamedSchemas(key, value, path, depth);
+    if (HoldsSchemaList(key)) return CheckSchemaList(key, value, path, depth);
     if (key == "propertyNames" && value.is_object() && value.Find("type") == nullptr &&
         std::none_of(value.keys.begin(), value.keys.end(), IsDecisive)) {
       typed_.push_back(value);  // names are strings
@@ -210,6 +213,11 @@ class Checker {
       return Check(typed_.back(), path, depth + 1);
     }
     if (HoldsSchema(key)) return value.is_bool() ? absl::OkStatus() : Check(value, path, depth + 1);
+    return CheckKeyword(key, value, path);
+  }
+
+  // A keyword that holds no schema.
+  absl::Status CheckKeyword(const std::string& key, const JsonValue& value, const std::string& path) {
     if (key == "$ref") return CheckReference(value, path);
     if (key == "type") return CheckType(value, path);
     if (key == "required") {
@@ -280,72 +288,6 @@ class Checker {
            : value.is_array() ? "a list"
            : value.is_null()  ? "null"
                               : "an object";
-  }
-
-  // Bounds that leave nothing between them.
-  static absl::Status CheckCounts(const JsonValue& schema, const std::string& path) {
-    const auto refused = [&](const char* key, const std::string& why) {
-      return FieldError(absl::StrCat(path, ".", key), absl::StrCat("no value fits: ", why));
-    };
-    const auto bound = [&](const char* key, double none) {
-      const JsonValue* value = schema.Find(key);
-      return value == nullptr || !value->is_number() ? none : value->AsDouble();
-    };
-    for (const auto& [least, most] : {std::pair{"minLength", "maxLength"}, std::pair{"minItems", "maxItems"},
-                                      std::pair{"minProperties", "maxProperties"}, std::pair{"minimum", "maximum"}}) {
-      if (bound(least, -HUGE_VAL) <= bound(most, HUGE_VAL)) continue;
-      return refused(least, absl::StrCat(bound(least, 0), " is above ", most, ", ", bound(most, 0)));
-    }
-    const double low = std::max(bound("minimum", -HUGE_VAL), bound("exclusiveMinimum", -HUGE_VAL));
-    const double high = std::min(bound("maximum", HUGE_VAL), bound("exclusiveMaximum", HUGE_VAL));
-    const bool open = bound("exclusiveMinimum", -HUGE_VAL) == low || bound("exclusiveMaximum", HUGE_VAL) == high;
-    if (low > high || (low == high && open)) {
-      return refused(schema.Find("exclusiveMinimum") != nullptr ? "exclusiveMinimum" : "exclusiveMaximum",
-                     "the bounds leave no number");
-    }
-    const JsonValue* type = schema.Find("type");
-    if (type != nullptr && type->is_string() && type->text == "integer" && std::isfinite(low) && std::isfinite(high)) {
-      const double step = std::max(1.0, std::floor(bound("multipleOf", 1)));
-      double first = std::ceil(low / step) * step;
-      if (first == bound("exclusiveMinimum", -HUGE_VAL)) first += step;
-      if (first > high || first == bound("exclusiveMaximum", HUGE_VAL)) {
-        return refused(schema.Find("multipleOf") != nullptr ? "multipleOf"
-                       : schema.Find("minimum") != nullptr  ? "minimum"
-                                                            : "exclusiveMinimum",
-                       "the bounds leave no such whole number");
-      }
-    }
-    const JsonValue* required = schema.Find("required");
-    const JsonValue* properties = schema.Find("properties");
-    for (size_t i = 0; required != nullptr && required->is_array() && i < required->items.size(); ++i) {
-      const JsonValue* member = properties == nullptr ? nullptr : properties->Find(required->items[i].text);
-      if (schema::IsFalse(member))
-        return refused("required",
-                       absl::StrCat("\"", Excerpt(required->items[i].text, 60), "\" is false among the properties"));
-    }
-    if (required != nullptr && static_cast<double>(schema::RequiredCount(schema)) > bound("maxProperties", HUGE_VAL)) {
-      return refused("maxProperties", absl::StrCat(schema::RequiredCount(schema), " are required"));
-    }
-    const JsonValue* members = schema::Members(schema);
-    if (!schema::IsOpen(schema)) {
-      const auto count = members == nullptr ? 0
-                                            : std::count_if(members->items.begin(), members->items.end(),
-                                                            [](auto& item) { return !schema::IsFalse(&item); });
-      if (bound("minProperties", 0) > static_cast<double>(count)) {
-        return refused("minProperties", absl::StrCat("there are ", count, " properties and no others are allowed"));
-      }
-    }
-    size_t most_items = schema.Find("prefixItems") == nullptr ? 0 : schema.Find("prefixItems")->items.size();
-    bool ends = schema::IsFalse(schema.Find("items"));
-    for (size_t i = 0; i < most_items; ++i) {
-      if (!schema::IsFalse(&schema.Find("prefixItems")->items[i])) continue;
-      most_items = i;
-      ends = true;
-    }
-    if (ends && bound("minItems", 0) > static_cast<double>(most_items)) {
-      return refused("minItems", absl::StrCat("at most ", most_items, " items are allowed"));
-    }
-    return absl::OkStatus();
   }
 
   static absl::Status CheckType(const JsonValue& value, const std::string& path) {
@@ -427,63 +369,6 @@ class Checker {
 };
 
 }  // namespace
-
-namespace {
-
-// Of a URI's fragment, in which a JSON pointer is written. A malformed escape stays what it is.
-std::string PercentDecoded(const std::string& text) {
-  std::string out;
-  for (size_t i = 0; i < text.size(); ++i) {
-    uint8_t byte = 0;
-    const char* const digits = text.data() + i + 1;
-    if (text[i] == '%' && i + 2 < text.size() && std::from_chars(digits, digits + 2, byte, 16).ptr == digits + 2) {
-      out.push_back(static_cast<char>(byte));
-      i += 2;
-    } else {
-      out.push_back(text[i]);
-    }
-  }
-  return out;
-}
-
-}  // namespace
-
-const JsonValue* ResolveSchemaReference(const JsonValue& root, const std::string& reference) {
-  if (reference == "#") return &root;
-  if (!reference.starts_with("#/")) return nullptr;
-  const JsonValue* place = &root;
-  size_t begin = 2;
-  while (place != nullptr) {
-    const size_t end = std::min(reference.find('/', begin), reference.size());
-    const std::string name =
-        absl::StrReplaceAll(PercentDecoded(reference.substr(begin, end - begin)), {{"~1", "/"}, {"~0", "~"}});
-    if (place->is_array()) {
-      size_t index = 0;
-      const auto parsed = std::from_chars(name.data(), name.data() + name.size(), index);
-      const bool number =
-          parsed.ec == std::errc() && parsed.ptr == name.data() + name.size() && (name.size() == 1 || name[0] != '0');
-      place = number && index < place->items.size() ? &place->items[index] : nullptr;
-    } else {
-      place = place->Find(name);
-    }
-    if (end == reference.size()) return place;
-    begin = end + 1;
-  }
-  return nullptr;
-}
-
-const JsonValue& FollowSchemaReferences(const JsonValue& root, const JsonValue& schema) {
-  constexpr int kMost = 32;
-  const JsonValue* place = &schema;
-  for (int i = 0; i < kMost; ++i) {
-    const JsonValue* reference = place->Find("$ref");
-    const JsonValue* target =
-        reference != nullptr && reference->is_string() ? ResolveSchemaReference(root, reference->text) : nullptr;
-    if (target == nullptr) break;
-    place = target;
-  }
-  return *place;
-}
 
 absl::Status CheckSchema(const JsonValue& schema, const std::string& path, bool strict) {
   Checker checker(schema, strict);

@@ -15,11 +15,4 @@ namespace k3 {
 // called valid when it may not be. Without it such keywords are ignored.
 absl::Status CheckSchema(const JsonValue& schema, const std::string& path, bool strict);
 
-// What a local reference such as "#/$defs/node" names in `root`; null when there is no such place.
-const JsonValue* ResolveSchemaReference(const JsonValue& root, const std::string& reference);
-
-// Where the references of `schema`, each naming the next, lead in `root`. After 32 of them, or at one that leads
-// nowhere, that place, which still has a $ref.
-const JsonValue& FollowSchemaReferences(const JsonValue& root, const JsonValue& schema);
-
 }  // namespace k3

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "server/grammar/schema_check.h"
+#include "server/grammar/schema_reference.h"
 
 namespace k3::schema {
 namespace {
