@@ -5,6 +5,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/math.cuh"
 #include "kernels/cuda/mxfp4.cuh"
+#include "kernels/cuda/weight_tiles.h"
 
 namespace k3::cuda {
 namespace {
@@ -73,6 +74,19 @@ __global__ void RepackMxfp4Kernel(const uint8_t* rows, const uint8_t* scales, in
   }
 }
 
+// One thread a piece of 16 bytes of the tiles.
+__global__ void TileWeightsKernel(const uint4* from, int64_t rows, int cols, int64_t pieces, uint4* to) {
+  constexpr int kPieces = kWeightTileInputs / 8;
+  const int across = WeightTilesAcross(cols);
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < pieces; i += step) {
+    const int64_t line = i / kPieces, tile = line / kWeightTileRows;
+    const int64_t row = tile / across * kWeightTileRows + line % kWeightTileRows;
+    const int64_t piece = tile % across * kPieces + (i % kPieces ^ line / 2 % 4);
+    to[i] = row < rows && 8 * piece < cols ? from[row * (cols / 8) + piece] : uint4{0, 0, 0, 0};
+  }
+}
+
 LaunchShape Spread(int64_t count) {
   return {.grid = dim3(static_cast<unsigned>(std::min<int64_t>(CeilDiv(count, 256), 4096))), .block = dim3(256)};
 }
@@ -118,6 +132,13 @@ void FillNormal(void* to, DType to_type, int64_t count, float deviation, uint64_
 void FillBits(uint8_t* to, int64_t count, uint64_t seed, cudaStream_t queue) {
   if (count == 0) return;
   Launch(&FillBitsKernel, Spread(count), queue, "FillBits", to, count, seed);
+}
+
+void TileWeights(const void* from, int64_t rows, int64_t cols, void* to, cudaStream_t queue) {
+  const int64_t pieces = TiledElements(rows, cols) / 8;
+  if (pieces == 0) return;
+  Launch(&TileWeightsKernel, Spread(pieces), queue, "TileWeights", static_cast<const uint4*>(from), rows,
+         static_cast<int>(cols), pieces, static_cast<uint4*>(to));
 }
 
 void RepackMxfp4(const void* rows, const void* scales, int64_t count, int64_t cols, void* to, void* to_scales,

@@ -21,4 +21,7 @@ void FillBits(uint8_t* to, int64_t count, uint64_t seed, cudaStream_t queue);
 void RepackMxfp4(const void* rows, const void* scales, int64_t count, int64_t cols, void* to, void* to_scales,
                  int* rare_scales, cudaStream_t queue);
 
+// bf16 [rows, cols] to the order of weight_tiles.h; cols is a multiple of 8.
+void TileWeights(const void* from, int64_t rows, int64_t cols, void* to, cudaStream_t queue);
+
 }  // namespace k3::cuda

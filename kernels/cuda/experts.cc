@@ -5,6 +5,7 @@
 #include "kernels/core/random_weights.h"
 #include "kernels/cuda/convert.h"
 #include "kernels/cuda/mxfp4_layout.h"
+#include "kernels/cuda/weight_tiles.h"
 
 namespace k3::cuda {
 namespace {
@@ -41,7 +42,8 @@ std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const 
              model.w1.name + " must have 2 dimensions, has " + std::to_string(model.w1.shape.size()));
   const int64_t inner = made->inner = model.w1.shape[0];
   const int64_t in = made->in = model.w1.shape[1] * (packed ? 2 : 1);
-  made->form = packed ? ExpertForm::kMxfp4 : ExpertForm::kPlain;
+  const bool tiled = !packed && device_.act == DType::kBF16 && in % 32 == 0 && inner % 32 == 0;
+  made->form = packed ? ExpertForm::kMxfp4 : tiled ? ExpertForm::kTiled : ExpertForm::kPlain;
   made->interleave = inner % 8 == 0 ? 8 : 1;
   K3_REQUIRE(!packed || (in % 32 == 0 && inner % 32 == 0), "MXFP4 experts need widths that are multiples of 32, have " +
                                                                std::to_string(in) + " and " + std::to_string(inner));
@@ -52,12 +54,15 @@ std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const 
   const int64_t count = made->count;
   // Bytes of an expert's matrices and scales as they stay.
   const int64_t pieces13 = 2 * inner / kMxfp4Rows * Mxfp4Pieces(in), pieces2 = in / kMxfp4Rows * Mxfp4Pieces(inner);
-  const int64_t size13 = packed ? pieces13 * kMxfp4PieceBytes : 2 * inner * row13;
-  const int64_t size2 = packed ? pieces2 * kMxfp4PieceBytes : in * row2;
+  const int64_t size13 = packed  ? pieces13 * kMxfp4PieceBytes
+                         : tiled ? TiledElements(2 * inner, in) * element
+                                 : 2 * inner * row13;
+  const int64_t size2 = packed ? pieces2 * kMxfp4PieceBytes : tiled ? TiledElements(in, inner) * element : in * row2;
   made->w13 = DeviceMemory(device_.ordinal, count * size13);
   made->w2 = DeviceMemory(device_.ordinal, count * size2);
-  DeviceMemory rows, scales;  // one matrix before it is repacked
+  DeviceMemory rows, scales;  // one matrix before it is brought into its order
   DeviceMemory rare_scales;   // an int
+  if (tiled) rows = DeviceMemory(device_.ordinal, static_cast<size_t>(2 * inner * row13));
   if (packed) {
     rare_scales = DeviceMemory(device_.ordinal, sizeof(int));
     K3_CUDA(cudaMemsetAsync(rare_scales.data(), 0, sizeof(int), cudaStreamPerThread));
@@ -67,7 +72,8 @@ std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const 
     scales = DeviceMemory(device_.ordinal, static_cast<size_t>(2 * inner * in / 32));
     made->expanded_experts = std::min<int32_t>(made->count, kExpandedExperts);
     if (device_.act == DType::kBF16) {
-      made->expanded = Space(static_cast<size_t>(made->expanded_experts) * 3 * in * inner * sizeof(uint16_t));
+      const int64_t elements = TiledElements(2 * inner, in) + TiledElements(in, inner);
+      made->expanded = Space(static_cast<size_t>(made->expanded_experts * elements) * sizeof(uint16_t));
     }
   }
   made->bytes = made->w13.bytes() + made->w2.bytes() + made->w13_scale.bytes() + made->w2_scale.bytes();
@@ -102,9 +108,19 @@ std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const 
     CheckShape(expert.w2, in, inner / pack, packed);
     char* w13 = static_cast<char*>(made->w13.data()) + e * size13;
     char* w2 = static_cast<char*>(made->w2.data()) + e * size2;
-    char* to13 = packed ? static_cast<char*>(rows.data()) : w13;
+    char* to13 = packed || tiled ? static_cast<char*>(rows.data()) : w13;
     upload_interleaved(expert.w1, 0, row13, to13, type);
     upload_interleaved(expert.w3, 1, row13, to13, type);
+    if (tiled) {
+      const auto tile = [&](int64_t count, int64_t cols, char* to) {
+        TileWeights(rows.data(), count, cols, to, cudaStreamPerThread);
+        K3_CUDA(cudaStreamSynchronize(cudaStreamPerThread));  // `rows` is used again
+      };
+      tile(2 * inner, in, w13);
+      uploader_.Upload(expert.w2, rows.data(), type);
+      tile(in, inner, w2);
+      continue;
+    }
     if (!packed) {
       uploader_.Upload(expert.w2, w2, type);
       continue;

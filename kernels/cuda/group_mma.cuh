@@ -22,6 +22,13 @@ __device__ __forceinline__ uint64_t SharedOperand(const void* shared, uint32_t g
          static_cast<uint64_t>(group_bytes >> 4) << 32 | uint64_t{1} << 62;
 }
 
+// The same of atoms of 8 rows x 64 bytes with 64-byte swizzle (piece p of row r is the (p ^ r / 2 % 4)-th), each on a
+// 512-byte boundary and right after the one before.
+__device__ __forceinline__ uint64_t SharedOperand64(const void* shared) {
+  return (static_cast<uint64_t>(SharedAddress(shared)) & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{512 >> 4} << 32 |
+         uint64_t{2} << 62;
+}
+
 // Orders this thread's earlier writes to shared memory before the matrix unit's reads; a barrier must follow.
 __device__ __forceinline__ void FenceSharedForMatrix() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Before the first product, and after registers that products use were touched.

@@ -96,10 +96,9 @@ void Plan(const CudaExperts& experts, const MoeBlock& block, int columns, const 
            queue, "MoePlan", args);
     return;
   }
-  const LaunchShape shape = {.grid = dim3(kMoePlanBlocks), .block = dim3(256), .shared = counters};
+  LaunchShape shape = {.grid = dim3(kMoePlanBlocks), .block = dim3(256), .shared = counters, .early = true};
   Launch(&MoePlanCountKernel, shape, queue, "MoePlanCount", args, scratch.share);
-  Launch(&MoePlanLayOutKernel, {.grid = dim3(1), .block = threads(0), .shared = scan}, queue, "MoePlanLayOut", args,
-         scratch.share);
+  shape.shared = counters + scan;
   Launch(&MoePlanPlaceKernel, shape, queue, "MoePlanPlace", args, static_cast<const int*>(scratch.share));
 }
 
@@ -132,17 +131,17 @@ MatrixView RoundedRows(const MoeBlock& block, const MoeScratch& scratch, cudaStr
 }
 
 template <int kTokens, int kTiles, bool kUp, int kBlocks>
-void LaunchStream(const StreamArgs& args, const PlainStream& weights, int64_t experts, cudaStream_t queue) {
+void LaunchStream(const StreamArgs& args, const TiledStream& weights, int64_t experts, cudaStream_t queue) {
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(CeilDiv(args.out, 16 * kTiles)), static_cast<unsigned>(experts));
   shape.block = dim3(kStreamThreads);
   shape.shared = kStreamWarps * kTiles * kTokens * 32 * sizeof(float4);
   shape.early = true;
-  Launch(&MoeStreamKernel<PlainStream, kTokens, kTiles, kUp, kBlocks>, shape, queue,
+  Launch(&MoeStreamKernel<TiledStream, kTokens, kTiles, kUp, kBlocks>, shape, queue,
          kUp ? "MoeUpStream" : "MoeDownStream", args, weights);
 }
 template <bool kUp>
-void Stream(const StreamArgs& args, const PlainStream& weights, int columns, int64_t experts, cudaStream_t queue) {
+void Stream(const StreamArgs& args, const TiledStream& weights, int columns, int64_t experts, cudaStream_t queue) {
   if (columns == 1) return LaunchStream<1, 1, kUp, 3>(args, weights, experts, queue);
   if (columns == 2) return LaunchStream<2, 4, kUp, 2>(args, weights, experts, queue);
   LaunchStream<4, 2, kUp, 2>(args, weights, experts, queue);
@@ -194,7 +193,8 @@ void StreamProduct(const CudaExperts& experts, const MoeBlock& block, const Stre
     return Stream<kUp>(experts, args, PackedWeights<kUp>(experts), inputs, columns, groups, active, queue);
   }
   const DeviceMemory& data = kUp ? experts.w13 : experts.w2;
-  Stream<kUp>(args, PlainStream{static_cast<const bf16*>(data.data())}, columns, active, queue);
+  const TiledStream weights{static_cast<const bf16*>(data.data()), WeightTilesAcross(args.in)};
+  Stream<kUp>(args, weights, columns, active, queue);
 }
 
 void Streamed(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& block, int columns,
@@ -217,27 +217,22 @@ void Streamed(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBl
 }
 
 // `early`: see LaunchShape; the launch before wrote no weights.
-void LaunchTiles(const Device& device, const TileArgs& args, const bf16* w13, const bf16* w2, int64_t pairs, bool early,
-                 cudaStream_t queue) {
+void LaunchTiles(const Device& device, const TileArgs& args, int64_t pairs, bool early, cudaStream_t queue) {
   const int64_t experts = args.expert_end - args.expert_begin;
   // Every expert may have a tile that is not full.
   const int64_t tiles = (CeilDiv(pairs, kMoeTilePicks) + std::min<int64_t>(experts, pairs)) *
                         std::max(CeilDiv(2 * args.inner, kTilePairRows), CeilDiv(args.width, kTilePairRows));
-  // Of weights that leave the second-level cache first nothing is fetched ahead.
   const int fetch = args.weights_once ? 128 : 256;
-  const auto boxes = [&](const void* data, int64_t planes, int64_t rows, int64_t cols, int box_rows,
-                         int box_cols = 64) {
-    return MatrixBoxes(data, planes, rows, cols, box_rows, box_cols, fetch);
+  const auto boxes = [&](const void* data, int64_t cols, int box_rows, int box_cols = kTileDepth) {
+    return MatrixBoxes(data, 1, pairs, cols, box_rows, box_cols, fetch);
   };
   TileMaps maps;
-  maps.w13 = boxes(w13, experts, 2 * args.inner, args.width, kTileWeightRows);
-  maps.w2 = boxes(w2, experts, args.width, args.inner, kTileWeightRows);
-  maps.rows = boxes(args.rows, 1, pairs, args.width, kTileBoxPicks);
-  maps.h = boxes(args.h, 1, pairs, args.inner, kTileBoxPicks);
-  maps.few_rows = boxes(args.rows, 1, pairs, args.width, kTileBoxFew);
-  maps.few_h = boxes(args.h, 1, pairs, args.inner, kTileBoxFew);
-  maps.h_results = boxes(args.h, 1, pairs, args.inner, kTileBoxOut, kTileOutColumns<true>);
-  maps.y_results = boxes(args.rows, 1, pairs, args.width, kTileBoxOut, kTileOutColumns<false>);
+  maps.rows = boxes(args.rows, args.width, kTileBoxPicks);
+  maps.h = boxes(args.h, args.inner, kTileBoxPicks);
+  maps.few_rows = boxes(args.rows, args.width, kTileBoxFew);
+  maps.few_h = boxes(args.h, args.inner, kTileBoxFew);
+  maps.h_results = boxes(args.h, args.inner, kTileBoxOut, kTileOutColumns<true>);
+  maps.y_results = boxes(args.rows, args.width, kTileBoxOut, kTileOutColumns<false>);
   LaunchShape shape{.grid = dim3(kTilePair),
                     .block = dim3(kTileThreads),
                     .shared = sizeof(TileShared),
@@ -253,7 +248,7 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
            const MoeScratch& scratch, cudaStream_t queue) {
   const bool packed = experts.form == ExpertForm::kMxfp4;
   const int group = packed ? experts.expanded_experts : experts.count;
-  const int64_t size13 = 2 * experts.inner * experts.in;
+  const int64_t size13 = TiledElements(2 * experts.inner, experts.in);
   TileArgs args;
   args.plan = scratch.plan;
   args.width = static_cast<int>(experts.in);
@@ -270,8 +265,8 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
          args.width, args.rows);
   for (int first = 0; first < experts.count; first += group) {
     const int last = std::min<int>(experts.count, first + group);
-    const bf16* w13 = static_cast<const bf16*>(experts.w13.data());
-    const bf16* w2 = static_cast<const bf16*>(experts.w2.data());
+    args.w13 = static_cast<const bf16*>(experts.w13.data());
+    args.w2 = static_cast<const bf16*>(experts.w2.data());
     if (packed) {
       bf16* space = static_cast<bf16*>(experts.expanded);
       const auto expand = [&](const Mxfp4View& weights, int64_t rows, int64_t cols, bf16* to) {
@@ -282,19 +277,19 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
       };
       expand(PackedWeights<true>(experts), 2 * experts.inner, experts.in, space);
       expand(PackedWeights<false>(experts), experts.in, experts.inner, space + group * size13);
-      w13 = space;
-      w2 = space + group * size13;
+      args.w13 = space;
+      args.w2 = space + group * size13;
     }
     args.expert_begin = first;
     args.expert_end = last;
     args.up = true;
     args.down = !p.mxfp8_inputs;
-    LaunchTiles(device, args, w13, w2, block.pairs(), !packed, queue);
+    LaunchTiles(device, args, block.pairs(), !packed, queue);
     if (args.down) continue;
     RoundInner<bf16>(experts, block, scratch, first, last, queue);
     args.up = false;
     args.down = true;
-    LaunchTiles(device, args, w13, w2, block.pairs(), true, queue);
+    LaunchTiles(device, args, block.pairs(), true, queue);
   }
 }
 
@@ -320,6 +315,13 @@ void Any(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& 
   if (experts.form == ExpertForm::kPlain) {
     return AnyOf<T>(p, experts, PlainMatrix<T>{static_cast<const T*>(experts.w13.data()), experts.in},
                     PlainMatrix<T>{static_cast<const T*>(experts.w2.data()), experts.inner}, block, scratch, queue);
+  }
+  if (experts.form == ExpertForm::kTiled) {
+    const auto matrix = [](const DeviceMemory& memory, int64_t rows, int64_t cols) {
+      return TiledMatrix{static_cast<const bf16*>(memory.data()), static_cast<int>(rows), WeightTilesAcross(cols)};
+    };
+    return AnyOf<T>(p, experts, matrix(experts.w13, 2 * experts.inner, experts.in),
+                    matrix(experts.w2, experts.in, experts.inner), block, scratch, queue);
   }
   AnyOf<T>(p, experts, Mxfp4Matrix{PackedWeights<true>(experts)}, Mxfp4Matrix{PackedWeights<false>(experts)}, block,
            scratch, queue);

@@ -5,6 +5,7 @@
 #include "kernels/cuda/math.cuh"
 #include "kernels/cuda/mxfp4.cuh"
 #include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/weight_tiles.h"
 #include "kernels/cuda/weights.h"
 
 // Experts: what all variants share. A pick is a (token, j) pair whose expert lives here; picks lie sorted by expert.
@@ -59,9 +60,9 @@ __device__ __forceinline__ void CountPicks(const PlanArgs& args, int begin, int 
 }
 
 // Lays the experts' picks and tiles out: `count(e)` is asked once for each expert, then place(e, its first pick)
-// called.
+// called. Of several blocks that do so one writes it down.
 template <typename Count, typename Place>
-__device__ __forceinline__ void LayOutPicks(const PlanArgs& args, int* shared, const Count& count_of,
+__device__ __forceinline__ void LayOutPicks(const PlanArgs& args, int* shared, bool writes, const Count& count_of,
                                             const Place& place) {
   const MoePlan& plan = args.plan;
   int picks = 0, tiles = 0, groups = 0;
@@ -78,20 +79,20 @@ __device__ __forceinline__ void LayOutPicks(const PlanArgs& args, int* shared, c
     const int tile_end = tiles + (both_end >> 16), group_begin = groups + (both_end & 0xffff) - own_groups;
     tiles += total >> 16;
     groups += total & 0xffff;
-    if (e < args.experts) {
+    if (e < args.experts) place(e, pick_end - count);
+    if (e < args.experts && writes) {
       plan.expert_begin[e] = pick_end - count;
       plan.tile_begin[e] = tile_end - own_tiles;
       for (int i = 0; i < own_groups; ++i) {
         const int first = i * args.group_picks;
         plan.groups[group_begin + i] = {e, pick_end - count + first, min(args.group_picks, count - first)};
       }
-      place(e, pick_end - count);
     }
   }
-  if (args.group_picks == 0) {
+  if (args.group_picks == 0 && writes) {
     for (int i = threadIdx.x; i < args.experts; i += blockDim.x) plan.up_done[i] = 0;
   }
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && writes) {
     plan.expert_begin[args.experts] = picks;
     plan.tile_begin[args.experts] = tiles;
     *plan.group_count = groups;
@@ -120,40 +121,39 @@ __global__ void MoePlanKernel(PlanArgs args) {
   int* counter = DynamicShared<int>();
   CountPicks(args, 0, args.pairs, counter);
   LayOutPicks(
-      args, counter + args.experts, [&](int e) { return counter[e]; }, [&](int e, int pick) { counter[e] = pick; });
+      args, counter + args.experts, true, [&](int e) { return counter[e]; },
+      [&](int e, int pick) { counter[e] = pick; });
   PlacePicks(args, 0, args.pairs, counter);
 }
 
-// The plan of many pairs, in three launches: kMoePlanBlocks blocks count, one lays out, kMoePlanBlocks place the pairs
-// they had counted. `share`: [kMoePlanBlocks][experts], a block's picks of each expert, then its first of them.
+// The plan of many pairs, in two launches of kMoePlanBlocks blocks: they count, then place the pairs they had counted,
+// each after it has laid everything out. `share`: [kMoePlanBlocks][experts], a block's picks of each expert.
 __device__ __forceinline__ int PlanBlockBegin(const PlanArgs& args, int block) {
   return static_cast<int>(static_cast<int64_t>(args.pairs) * block / kMoePlanBlocks);
 }
 __global__ void MoePlanCountKernel(PlanArgs args, int* share) {  // shared memory: [experts]
+  GridDependencyWait();
+  GridDependencyRelease();
   int* counter = DynamicShared<int>();
   CountPicks(args, PlanBlockBegin(args, blockIdx.x), PlanBlockBegin(args, blockIdx.x + 1), counter);
   for (int e = threadIdx.x; e < args.experts; e += blockDim.x) share[blockIdx.x * args.experts + e] = counter[e];
 }
-__global__ void MoePlanLayOutKernel(PlanArgs args, int* share) {  // shared memory: 33 ints
+__global__ void MoePlanPlaceKernel(PlanArgs args, const int* share) {  // shared memory: [experts], 33 ints
+  GridDependencyWait();
+  GridDependencyRelease();
+  int* counter = DynamicShared<int>();
   const auto count = [&](int e) {
-    int sum = 0;
-#pragma unroll 16
-    for (int b = 0; b < kMoePlanBlocks; ++b) sum += share[b * args.experts + e];
-    return sum;
-  };
-  LayOutPicks(args, DynamicShared<int>(), count, [&](int e, int pick) {
+    int sum = 0, before = 0;
 #pragma unroll 16
     for (int b = 0; b < kMoePlanBlocks; ++b) {
       const int own = share[b * args.experts + e];
-      share[b * args.experts + e] = pick;
-      pick += own;
+      sum += own;
+      before += b < static_cast<int>(blockIdx.x) ? own : 0;
     }
-  });
-}
-__global__ void MoePlanPlaceKernel(PlanArgs args, const int* share) {  // shared memory: [experts]
-  int* counter = DynamicShared<int>();
-  for (int e = threadIdx.x; e < args.experts; e += blockDim.x) counter[e] = share[blockIdx.x * args.experts + e];
-  __syncthreads();
+    counter[e] = before;
+    return sum;
+  };
+  LayOutPicks(args, counter + args.experts, blockIdx.x == 0, count, [&](int e, int pick) { counter[e] += pick; });
   PlacePicks(args, PlanBlockBegin(args, blockIdx.x), PlanBlockBegin(args, blockIdx.x + 1), counter);
 }
 
@@ -196,6 +196,20 @@ struct PlainMatrix {
   const T* data;
   int64_t cols;
   __device__ __forceinline__ PlainRow<T> Row(int64_t row) const { return {data + row * cols}; }
+};
+// The same in bf16 in the order of weight_tiles.h, `rows` an expert.
+struct TiledRow {
+  const bf16* data;
+  int64_t row;
+  int across;
+  __device__ __forceinline__ float operator()(int k) const { return ToFloat(data[TiledElement(row, k, across)]); }
+};
+struct TiledMatrix {
+  const bf16* data;
+  int rows, across;
+  __device__ __forceinline__ TiledRow Row(int64_t row) const {
+    return {data, row / rows * WeightTilesDown(rows) * kWeightTileRows + row % rows, across};
+  }
 };
 struct Mxfp4Matrix {
   Mxfp4View view;

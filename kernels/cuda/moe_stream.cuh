@@ -24,20 +24,24 @@ struct StreamArgs {
 };
 
 // Weight fragments of 16-row tiles in bf16: a step is 32 inputs, 8 a lane.
-struct PlainStream {
+struct TiledStream {
   static constexpr int kStep = 32;
-  const bf16* data;
+  const bf16* data;  // as weight_tiles.h has it
+  int across;
 
   struct Piece {
     uint4 row[2];  // rows g and g + 8
   };
-  __device__ __forceinline__ Piece Load(int64_t row, int in, int k) const {
-    const bf16* from = data + row * in + k;
-    return {LoadStreaming16(from), LoadStreaming16(from + 8 * static_cast<int64_t>(in))};
+  // Of row `row` of an expert that has `out` of them.
+  __device__ __forceinline__ const bf16* Start(int expert, int out, int row, int k) const {
+    return data + expert * (WeightTilesDown(out) * static_cast<int64_t>(across) * kWeightTileElements) +
+           TiledElement(row, k, across);
   }
-  __device__ __forceinline__ Piece LoadIf(bool valid, int64_t row, int in, int k) const {
-    const bf16* from = data + row * in + k;
-    return {LoadStreaming16If(valid, from), LoadStreaming16If(valid, from + 8 * static_cast<int64_t>(in))};
+  static __device__ __forceinline__ Piece Load(const bf16* from) {
+    return {LoadStreaming16(from), LoadStreaming16(from + TiledRowsOn(8))};
+  }
+  static __device__ __forceinline__ Piece LoadIf(bool valid, const bf16* from) {
+    return {LoadStreaming16If(valid, from), LoadStreaming16If(valid, from + TiledRowsOn(8))};
   }
   // Fragment `i` (of kStep / 16) for the lane's inputs 4 i .. 4 i + 3.
   static __device__ __forceinline__ void Fragment(const Piece& piece, int i, uint32_t (&a)[4]) {
@@ -92,14 +96,15 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeStreamKernel(Strea
   constexpr int kDepth = kTiles * kTokens == 1 ? 4 : 0;
   constexpr int kStride = kStreamWarps * Weights::kStep;
   for (int number = blockIdx.y;;) {
-    const int64_t row = static_cast<int64_t>(group.expert) * args.out + first_row + g;
     const int lane_k = Weights::kStep / 4 * t;
+    // A step on is whole tiles of weights further.
+    static_assert(kStride % kWeightTileInputs == 0);
+    const bf16* from = weights.Start(group.expert, args.out, first_row + g, warp * Weights::kStep + lane_k);
     typename Weights::Piece ahead[std::max(kDepth, 1)];
     if constexpr (kDepth > 0) {
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
-        const int k = warp * Weights::kStep + d * kStride;
-        ahead[d] = weights.LoadIf(k < args.in, row, args.in, k + lane_k);
+        ahead[d] = weights.LoadIf(warp * Weights::kStep + d * kStride < args.in, from + TiledInputsOn(d * kStride));
       }
     }
     if constexpr (!kUp) GridDependencyWait();
@@ -133,22 +138,23 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocks) MoeStreamKernel(Strea
       }
 #pragma unroll 1
       for (int first = warp * Weights::kStep; first < args.in; first += kDepth * kStride) {
+        from += TiledInputsOn(kDepth * kStride);
 #pragma unroll
         for (int d = 0; d < kDepth; ++d) {
           const int k = first + d * kStride, next = k + kDepth * kStride;
           if (k < args.in) multiply({ahead[d]}, inputs[d], 0);
-          ahead[d] = weights.LoadIf(next < args.in, row, args.in, next + lane_k);
+          ahead[d] = weights.LoadIf(next < args.in, from + TiledInputsOn(d * kStride));
           inputs[d][0] = LoadStreaming16If(next < args.in, x[0] + next);
         }
       }
     } else {
 #pragma unroll(kTiles* kTokens <= 4 ? 2 : 1)
-      for (int k = warp * Weights::kStep; k < args.in; k += kStride) {
+      for (int k = warp * Weights::kStep; k < args.in; k += kStride, from += TiledInputsOn(kStride)) {
         typename Weights::Piece piece[kTiles];
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           // Tiles that do not exist repeat the last.
-          piece[tile] = weights.Load(row + 16 * min(tile, tiles - 1), args.in, k + lane_k);
+          piece[tile] = weights.Load(from + TiledRowsOn(16) * min(tile, tiles - 1));
         }
 #pragma unroll
         for (int part = 0; part < Weights::kStep / 32; ++part) {

@@ -52,15 +52,14 @@ __device__ __forceinline__ void MultiplyTile(TileShared& s, int steps, int group
   for (int step = 0; step < steps; ++step, ++n) {
     const int stage = n % kTileStages;
     BarrierWait(&s.full[stage], n / kTileStages & 1);
-    const unsigned char* w = s.stage[stage].w + 64 * 128 * group;
     const unsigned char* x = s.stage[stage].x;
     GroupMmaFence();
 #pragma unroll
     for (int k = 0; k < kTileDepth / 16; ++k) {
-      GroupMma<N>(sum, SharedOperand(w + 32 * k), SharedOperand(x + 32 * k), step > 0 || k > 0);
+      const uint64_t w = SharedOperand64(s.stage[stage].w[k / 2] + TiledRowsOn(64) * 2 * group + 32 * (k % 2));
+      GroupMma<N>(sum, w, SharedOperand(x + 32 * k), step > 0 || k > 0);
       if constexpr (M > 0) {
-        GroupMma<M, false, false, kTileHalf / 2>(sum, SharedOperand(w + 32 * k), SharedOperand(x + N * 128 + 32 * k),
-                                                 step > 0 || k > 0);
+        GroupMma<M, false, false, kTileHalf / 2>(sum, w, SharedOperand(x + N * 128 + 32 * k), step > 0 || k > 0);
       }
     }
     GroupMmaCommit();

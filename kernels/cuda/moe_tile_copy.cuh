@@ -29,7 +29,13 @@ __device__ __forceinline__ void CopyTiles(TileShared& s, const TileMaps& maps, c
     }
     if (tile.needs > 0) FenceGlobalForCopy();
     const int steps = ((tile.up ? args.width : args.inner) + kTileDepth - 1) / kTileDepth;
-    const CUtensorMap& weights = tile.up ? maps.w13 : maps.w2;
+    const int tiles_down = WeightTilesDown(tile.up ? 2 * args.inner : args.width);
+    // Beyond the last there may be rows of the second block, whose results nobody takes.
+    const int down = min(tile.first_row / kTileWeightRows, tiles_down - 1);
+    constexpr int kStepElements = kTileWeightRows * kTileDepth;
+    const bf16* const weights =
+        (tile.up ? args.w13 : args.w2) +
+        ((tile.expert - args.expert_begin) * static_cast<int64_t>(tiles_down) + down) * steps * kStepElements;
     const CUtensorMap& picks = tile.up ? maps.rows : maps.h;
     const CUtensorMap& few_picks = tile.up ? maps.few_rows : maps.few_h;
     // The last box is a small one where that is enough.
@@ -39,8 +45,7 @@ __device__ __forceinline__ void CopyTiles(TileShared& s, const TileMaps& maps, c
     const auto copy_weights = [&](int step, int stage) {
       if (step == 0) s.tile[stage] = tile;
       BarrierArriveExpect(&s.full[stage], bytes);
-      CopyTensor3Hinted(s.stage[stage].w, &weights, step * kTileDepth, tile.first_row, tile.expert - args.expert_begin,
-                        &s.full[stage], policy);
+      CopyBulkHinted(s.stage[stage].w, weights + step * kStepElements, sizeof s.stage[stage].w, &s.full[stage], policy);
     };
     const auto copy_picks = [&](int step, int stage) {
       for (int box = rank; box < boxes; box += kTilePair) {

@@ -116,7 +116,12 @@ __device__ __forceinline__ void PlanTiles(TileShared& s, const TileArgs& args) {
     if (!order.Next(tile)) tile.count = 0;
     if (leads) {
       if (tile.count > 0 && tile.needs > 0) {
-        while (LoadAcquire(args.plan.up_done + tile.expert) < static_cast<uint32_t>(tile.needs)) __nanosleep(100);
+        // An acquire that finds nothing would empty the first-level cache, over and over.
+        const uint32_t* const done = args.plan.up_done + tile.expert;
+        const uint32_t needs = static_cast<uint32_t>(tile.needs);
+        while (LoadRelaxed(done) < needs) __nanosleep(400);
+        while (LoadAcquire(done) < needs) {
+        }
         FenceGlobalForCopy();
       }
       BarrierWait(&s.taken[slot], (n / kTileTilesAhead & 1) ^ 1);

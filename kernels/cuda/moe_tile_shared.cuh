@@ -4,11 +4,13 @@
 
 #include "kernels/cuda/group_mma.cuh"
 #include "kernels/cuda/moe.cuh"
+#include "kernels/cuda/weight_tiles.h"
 
 // Expert products for many picks an expert, bf16, warpgroup products with both operands in shared memory. The weights
 // are the 64-row side (128 rows a block, two multiplying warpgroups), an expert's picks the other, whose width fits
 // their number to within 8: a weight is read once for up to 320 picks, and little is multiplied for nothing. The copy
-// engine brings both and takes the results away.
+// engine brings both and takes the results away. A block's weights of a step lie side by side (weight_tiles.h): as boxes
+// of rows with a pitch they were 128 pieces, each from a page of memory of its own.
 //
 // Blocks work in pairs, clusters of two, on neighbouring rows of weights for the same picks, of which each brings every
 // other box to both: what comes from the second-level cache is a third less, and that is power, which limits the clock.
@@ -26,10 +28,10 @@ constexpr int kTileThreads = kTileMultiplyThreads + 128;
 // Warps of the last four: one finds tiles, one brings operands, one takes results away.
 constexpr int kTilePlanWarp = kTileMultiplyThreads / 32, kTileCopyWarp = kTilePlanWarp + 1;
 constexpr int kTileStoreWarp = kTileCopyWarp + 1;
-constexpr int kTileWeightRows = 128;
+constexpr int kTileWeightRows = kWeightTileRows;
 constexpr int kTilePair = 2;  // blocks
 constexpr int kTilePairRows = kTilePair * kTileWeightRows;
-constexpr int kTileDepth = 64;
+constexpr int kTileDepth = 2 * kWeightTileInputs;
 constexpr int kTileStages = 4;
 constexpr int kTileTilesAhead = 4;  // of the planning warp, and of the copying thread before stores, at most
 constexpr int kTileBoxPicks = 32, kTileBoxFew = 16;  // of one copy, and of the last if that is enough
@@ -49,7 +51,7 @@ struct MoeTile {
 };
 
 struct TileStage {
-  alignas(1024) unsigned char w[kTileWeightRows * 128];
+  alignas(1024) unsigned char w[kTileDepth / kWeightTileInputs][2 * kWeightTileElements];
   alignas(1024) unsigned char x[kMoeTilePicks * 128];
 };
 
@@ -69,7 +71,6 @@ struct TileShared {
 };
 
 struct TileMaps {
-  CUtensorMap w13, w2;               // of the launch's experts, boxes of kTileWeightRows
   CUtensorMap rows, h;               // inputs of the picks, boxes of kTileBoxPicks
   CUtensorMap few_rows, few_h;       // the same, boxes of kTileBoxFew
   CUtensorMap h_results, y_results;  // boxes of kTileBoxOut x kTileOutColumns
@@ -82,8 +83,9 @@ struct TileArgs {
   int width, inner;              // multiples of 32
   bool weights_once;             // mostly: few experts have more than one tile of picks
   ActivationSpec activation;
-  bf16* rows;  // [picks, width], the inputs of up, then the outputs of down
-  bf16* h;     // [picks, inner]
+  bf16* rows;            // [picks, width], the inputs of up, then the outputs of down
+  bf16* h;               // [picks, inner]
+  const bf16 *w13, *w2;  // of the launch's experts, as weight_tiles.h has them
 };
 
 }  // namespace k3::cuda

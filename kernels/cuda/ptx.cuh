@@ -78,6 +78,15 @@ __device__ __forceinline__ void CopyBulk(void* shared, const void* global, uint3
                "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
                : "memory");
 }
+// The same with a policy of the second-level cache.
+__device__ __forceinline__ void CopyBulkHinted(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
+                                               uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          SharedAddress(shared)),
+      "l"(global), "r"(bytes), "r"(SharedAddress(barrier)), "l"(policy)
+      : "memory");
+}
 // One box of the tensor that `map` (a kernel parameter) describes, from the given element on, innermost first. One
 // thread issues it for the block; the whole box counts, elements outside the tensor too.
 __device__ __forceinline__ void CopyTensor3(void* shared, const void* map, int x, int y, int z, uint64_t* barrier) {

@@ -22,11 +22,12 @@ struct CudaLatentProjection final : LatentProjection {
 constexpr int32_t kExpandedExperts = 8;  // MXFP4 experts that are bf16 at a time
 
 // The element form of a rank's experts: all of them alike.
-enum class ExpertForm : uint8_t { kPlain, kMxfp4 };
+enum class ExpertForm : uint8_t { kPlain, kTiled, kMxfp4 };
 
 // Per expert the rows of w1 and w3 interleaved in groups (group j of w1, then group j of w3), so that a tile of the
-// first product holds both inputs of its activation; then w2 as it is. kPlain: act elements. kMxfp4: codes and scales
-// in the order of mxfp4_layout.h, rows padded to a multiple of 64 inputs.
+// first product holds both inputs of its activation; then w2 as it is. kPlain: act elements. kTiled: bf16 in the order
+// of weight_tiles.h, where both widths are multiples of 32. kMxfp4: codes and scales in the order of mxfp4_layout.h,
+// rows padded to a multiple of 64 inputs.
 struct CudaExperts final : ExpertWeights {
   ExpertForm form = ExpertForm::kPlain;
   int32_t interleave = 8;    // rows of a group; 1 where inner is no multiple of 8
