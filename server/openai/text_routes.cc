@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -139,9 +140,12 @@ HttpReply OpenAiGateway::TokenizerInfo(const HttpRequest&, HttpWaker) {
   if (!found.ok()) return ErrorResponse(ErrorOf(found.status()));
   const ServedModel& model = **found;
   const Tokenizer& tokenizer = *model.tokenizer;
-  // What the vocabulary's own files call the end, where they name one; replies stop at others too.
+  // What the vocabulary's own files call the end, where replies stop at it.
   std::optional<int32_t> eos = tokenizer.eos_id();
-  if (!eos.has_value() && !model.eos_token_ids.empty()) eos = model.eos_token_ids.front();
+  const std::vector<int32_t>& ends = model.eos_token_ids;
+  if (!ends.empty() && (!eos.has_value() || std::find(ends.begin(), ends.end(), *eos) == ends.end())) {
+    eos = ends.front();
+  }
   std::string stop_ids;
   AppendIds(model.eos_token_ids, &stop_ids);
   return HttpResponse{
