@@ -9,8 +9,8 @@
 // Expert products for many picks an expert, bf16, warpgroup products with both operands in shared memory. The weights
 // are the 64-row side (128 rows a block, two multiplying warpgroups), an expert's picks the other, whose width fits
 // their number to within 8: a weight is read once for up to 320 picks, and little is multiplied for nothing. The copy
-// engine brings both and takes the results away. A block's weights of a step lie side by side (weight_tiles.h): as boxes
-// of rows with a pitch they were 128 pieces, each from a page of memory of its own.
+// engine brings both and takes the results away. A block's weights of a step lie side by side (weight_tiles.h): as
+// boxes of rows with a pitch they were 128 pieces, each from a page of memory of its own.
 //
 // Blocks work in pairs, clusters of two, on neighbouring rows of weights for the same picks, of which each brings every
 // other box to both: what comes from the second-level cache is a third less, and that is power, which limits the clock.

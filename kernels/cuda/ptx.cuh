@@ -82,8 +82,8 @@ __device__ __forceinline__ void CopyBulk(void* shared, const void* global, uint3
 __device__ __forceinline__ void CopyBulkHinted(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
                                                uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          SharedAddress(shared)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(SharedAddress(shared)),
       "l"(global), "r"(bytes), "r"(SharedAddress(barrier)), "l"(policy)
       : "memory");
 }
