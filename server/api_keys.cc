@@ -1,13 +1,14 @@
 #include "server/api_keys.h"
 
 #include <algorithm>
-#include <fstream>
 #include <functional>
+#include <sstream>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "server/error_details.h"
+#include "server/text_file.h"
 
 namespace k3 {
 namespace {
@@ -26,8 +27,9 @@ absl::Status Unauthenticated(const std::string& reason, const std::string& messa
 }
 
 absl::StatusOr<std::vector<std::string>> ReadKeys(const std::string& path) {
-  std::ifstream file(path);
-  if (!file) return absl::InvalidArgumentError(absl::StrCat("--api-key-file: cannot read ", path));
+  const absl::StatusOr<std::string> text = ReadTextFile(path);
+  if (!text.ok()) return absl::InvalidArgumentError(absl::StrCat("--api-key-file: ", text.status().message()));
+  std::istringstream file(*text);
   std::vector<std::string> keys;
   std::string line;
   int number = 0;

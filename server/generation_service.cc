@@ -104,15 +104,17 @@ struct GenerationService::Prepared {
 
 absl::StatusOr<GenerationService::Prepared> GenerationService::Prepare(GenerationRequest& request,
                                                                        const CancelFlag& cancelled,
-                                                                       Clock::time_point arrival) const {
+                                                                       const Origin& origin) const {
   if (cancelled->load()) return absl::CancelledError("the client has gone");
-  absl::Status status = health_->Admission();
+  // What a batch brings later belongs to a request that is let in already.
+  absl::Status status = origin.batch == nullptr ? health_->Admission() : absl::OkStatus();
   if (!status.ok()) return status;
   absl::StatusOr<std::shared_ptr<const ServedModel>> found = ModelFor(request.model);
   if (!found.ok()) return found.status();
   const ServedModel& model = **found;
   if (options_.request_timeout.has_value()) {
-    const Clock::time_point limit = arrival + *options_.request_timeout;
+    const Clock::time_point begin = origin.batch == nullptr ? origin.arrival : origin.batch->arrival;
+    const Clock::time_point limit = begin + *options_.request_timeout;
     request.deadline = request.deadline.has_value() ? std::min(*request.deadline, limit) : limit;
   }
   if (request.deadline.has_value() && *request.deadline <= Clock::now()) {
@@ -145,14 +147,14 @@ absl::StatusOr<GenerationService::Prepared> GenerationService::Prepare(Generatio
 }
 
 void GenerationService::StartNow(const std::shared_ptr<GenerationRequest>& request, const CancelFlag& cancelled,
-                                 Clock::time_point arrival, const StartDone& done) {
-  absl::StatusOr<Prepared> ready = Prepare(*request, cancelled, arrival);
+                                 const Origin& origin, const StartDone& done) {
+  absl::StatusOr<Prepared> ready = Prepare(*request, cancelled, origin);
   if (!ready.ok()) return done(ready.status());
   auto prepared = std::make_shared<Prepared>(*std::move(ready));
-  const auto submit = [this, request, arrival, prepared,
+  const auto submit = [this, request, origin, prepared,
                        done](std::vector<std::unique_ptr<TokenConstraint>> constraints) {
     done(Submit(*prepared->model, *request, std::move(prepared->effective), std::move(prepared->prompt),
-                std::move(constraints), arrival));
+                std::move(constraints), origin));
   };
   if (!prepared->grammar.has_value()) return submit({});
   // The pool outlives its callbacks, so they need not hold it.
@@ -180,7 +182,17 @@ void GenerationService::StartNow(const std::shared_ptr<GenerationRequest>& reque
   });
 }
 
-absl::StatusOr<uint64_t> GenerationService::OpenStream(uint64_t caller, Clock::time_point arrival,
+std::shared_ptr<RequestBatch> GenerationService::OpenBatch(Clock::time_point arrival) {
+  if (!health_->Admission().ok()) return nullptr;
+  open_batches_.fetch_add(1);
+  // Released without the lock, which may be held by who lets go of it.
+  return {new RequestBatch(arrival), [this](RequestBatch* batch) {
+            delete batch;
+            open_batches_.fetch_sub(1);
+          }};
+}
+
+absl::StatusOr<uint64_t> GenerationService::OpenStream(uint64_t caller, const Origin& origin,
                                                        std::shared_ptr<void>* lease) {
   std::lock_guard lock(mutex_);
   if (caller != 0) {
@@ -198,7 +210,7 @@ absl::StatusOr<uint64_t> GenerationService::OpenStream(uint64_t caller, Clock::t
     ++count;
   }
   const uint64_t key = next_stream_++;
-  streams_[key].arrival = arrival;
+  streams_[key].origin = origin;
   *lease = std::shared_ptr<void>(this, [this, key, caller](void*) {
     std::lock_guard lock(mutex_);
     streams_.erase(key);
@@ -221,7 +233,7 @@ RequestSpan GenerationService::SpanOf(const GenerationRequest& request, Clock::t
 
 absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(
     const ServedModel& model, GenerationRequest& request, EffectiveSampling effective, RequestPrompt prompt,
-    std::vector<std::unique_ptr<TokenConstraint>> constraints, Clock::time_point arrival) {
+    std::vector<std::unique_ptr<TokenConstraint>> constraints, const Origin& origin) {
   const auto prompt_tokens = static_cast<int32_t>(prompt.ids.size());
   const int32_t num_choices = effective.num_choices;
   ResponseStream::Options stream_options;
@@ -247,10 +259,10 @@ absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(
     reader.history_calls = prompt.history_calls;
   }
   for (int32_t i = 0; i < num_choices; ++i) stream_options.readers.push_back(std::make_unique<ChoiceReader>(reader));
-  const absl::StatusOr<uint64_t> key = OpenStream(request.caller, arrival, &stream_options.lease);
+  const absl::StatusOr<uint64_t> key = OpenStream(request.caller, origin, &stream_options.lease);
   if (!key.ok()) return key.status();
   if (options_.spans != nullptr && request.trace.sampled) {
-    stream_options.on_end = [exporter = options_.spans, span = SpanOf(request, arrival)](
+    stream_options.on_end = [exporter = options_.spans, span = SpanOf(request, origin.arrival)](
                                 Outcome outcome, const absl::Status& status, const RequestUsage& usage) mutable {
       span.end = std::chrono::system_clock::now();
       span.ok = status.ok();
@@ -284,15 +296,17 @@ absl::StatusOr<std::shared_ptr<ResponseStream>> GenerationService::Submit(
   engine_request->sink = stream;
   const absl::StatusOr<RequestId> id = model.engine->Submit(std::move(engine_request));
   if (!id.ok()) return EngineRefusal(id.status(), *model.engine, request.deadline.has_value());
-  stream->SetAccepted(*id, metrics_ == nullptr ? nullptr : metrics_->OnAccepted(prompt_tokens, num_choices, arrival));
+  stream->SetAccepted(*id,
+                      metrics_ == nullptr ? nullptr : metrics_->OnAccepted(prompt_tokens, num_choices, origin.arrival));
   return stream;
 }
 
-void GenerationService::Start(GenerationRequest request, const CancelFlag& cancelled, StartDone done) {
-  const Clock::time_point arrival = Clock::now();
+void GenerationService::Start(GenerationRequest request, const CancelFlag& cancelled, StartDone done,
+                              std::shared_ptr<RequestBatch> batch) {
+  const Origin origin{Clock::now(), std::move(batch)};
   const size_t bytes = TextBytes(request);
   auto shared = std::make_shared<GenerationRequest>(std::move(request));
-  const auto finish = [this, shared, arrival,
+  const auto finish = [this, shared, arrival = origin.arrival,
                        done = std::move(done)](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
     if (!stream.ok() && !(shared->comes_again && absl::IsResourceExhausted(stream.status()))) {
       CountRefusal(stream.status());
@@ -306,7 +320,7 @@ void GenerationService::Start(GenerationRequest request, const CancelFlag& cance
     done(std::move(stream));
   };
   RunTextWork(
-      bytes, [this, shared, cancelled, arrival, finish] { StartNow(shared, cancelled, arrival, finish); },
+      bytes, [this, shared, cancelled, origin, finish] { StartNow(shared, cancelled, origin, finish); },
       [finish](const absl::Status& status) { finish(status); });
 }
 
@@ -362,7 +376,7 @@ absl::StatusOr<std::string> GenerationService::Detokenize(const std::string& mod
 
 size_t GenerationService::active() const {
   std::lock_guard lock(mutex_);
-  return streams_.size();
+  return streams_.size() + open_batches_.load();
 }
 
 void GenerationService::AbortAll(const absl::Status& status) {
@@ -380,16 +394,21 @@ void GenerationService::EndOverdue() {
   if (!options_.queue_timeout.has_value()) return;
   const Clock::time_point begin = Clock::now() - *options_.queue_timeout;
   // Held here when their clients have left: they must end outside the lock, which the end of a stream takes.
-  std::vector<std::shared_ptr<ResponseStream>> overdue;
+  std::vector<std::pair<std::shared_ptr<ResponseStream>, std::shared_ptr<RequestBatch>>> overdue;
   {
     std::lock_guard lock(mutex_);
     for (const auto& [key, entry] : streams_) {
-      if (entry.arrival > begin) continue;
-      if (auto stream = entry.stream.lock()) overdue.push_back(std::move(stream));
+      const std::shared_ptr<RequestBatch>& batch = entry.origin.batch;
+      if ((batch == nullptr ? entry.origin.arrival : batch->arrival) > begin) continue;
+      if (auto stream = entry.stream.lock()) overdue.emplace_back(std::move(stream), batch);
     }
   }
-  std::erase_if(overdue, [](const std::shared_ptr<ResponseStream>& stream) { return stream->HasLeftQueue(); });
-  for (const auto& stream : overdue) {
+  // A batch waits from its start until the first of its prompts has had a slot.
+  for (const auto& [stream, batch] : overdue) {
+    if (batch != nullptr && stream->HasLeftQueue()) batch->left_queue = true;
+  }
+  for (const auto& [stream, batch] : overdue) {
+    if (stream->HasLeftQueue() || (batch != nullptr && batch->left_queue)) continue;
     const double seconds = std::chrono::duration<double>(*options_.queue_timeout).count();
     const std::string message = absl::StrFormat("the request has waited in the queue for %g s, the limit", seconds);
     ErrorDetails details;

@@ -15,6 +15,7 @@
 #include "server/generation_request.h"
 #include "server/health.h"
 #include "server/metrics.h"
+#include "server/request_batch.h"
 #include "server/request_prompt.h"
 #include "server/response_stream.h"
 #include "server/served_model.h"
@@ -63,7 +64,13 @@ class GenerationService {
 
   // Calls `done` exactly once: on this thread for a small prompt, else on a text thread. The stream then gets exactly
   // one final event, whatever happens.
-  void Start(GenerationRequest request, const CancelFlag& cancelled, StartDone done);
+  void Start(GenerationRequest request, const CancelFlag& cancelled, StartDone done,
+             std::shared_ptr<RequestBatch> batch = nullptr);
+
+  // For a client's request of several prompts, each of which is then started with it: what was let in is finished, also
+  // when a drain begins in between. Null when nobody is let in now. Counts in active() until it is released, which must
+  // be before the service ends.
+  std::shared_ptr<RequestBatch> OpenBatch(Clock::time_point arrival);
 
   // The trace that a `traceparent` header names; begins one where traces are exported.
   TraceContext TraceOf(std::string_view traceparent) const {
@@ -85,7 +92,7 @@ class GenerationService {
   absl::StatusOr<std::string> Detokenize(const std::string& model, const std::vector<uint32_t>& ids,
                                          bool skip_control_tokens) const;
 
-  // Requests accepted whose final event is not yet taken.
+  // Requests accepted whose final event is not yet taken, and open batches.
   size_t active() const;
   // Text of large prompts that waits to be encoded or is.
   size_t queued_bytes() const { return queued_bytes_.load(); }
@@ -94,27 +101,31 @@ class GenerationService {
 
  private:
   struct Prepared;
+  // Where a request comes from.
+  struct Origin {
+    Clock::time_point arrival;
+    std::shared_ptr<RequestBatch> batch;  // null: it is its client's only one
+  };
   struct InProgress {
     std::weak_ptr<ResponseStream> stream;
-    Clock::time_point arrival;
+    Origin origin;
   };
 
   // Counts a stream of this caller and gives its key; RESOURCE_EXHAUSTED when the caller has too many. The lease ends
   // the count.
-  absl::StatusOr<uint64_t> OpenStream(uint64_t caller, Clock::time_point arrival, std::shared_ptr<void>* lease);
+  absl::StatusOr<uint64_t> OpenStream(uint64_t caller, const Origin& origin, std::shared_ptr<void>* lease);
   RequestSpan SpanOf(const GenerationRequest& request, Clock::time_point arrival) const;
 
   absl::StatusOr<std::shared_ptr<const ServedModel>> ModelFor(const std::string& name) const;
   PromptDefaults prompt_defaults() const { return {options_.default_effort, options_.vendor_strict}; }
-  absl::StatusOr<Prepared> Prepare(GenerationRequest& request, const CancelFlag& cancelled,
-                                   Clock::time_point arrival) const;
+  absl::StatusOr<Prepared> Prepare(GenerationRequest& request, const CancelFlag& cancelled, const Origin& origin) const;
   // Prepares, waits for the grammar if there is one, submits.
-  void StartNow(const std::shared_ptr<GenerationRequest>& request, const CancelFlag& cancelled,
-                Clock::time_point arrival, const StartDone& done);
+  void StartNow(const std::shared_ptr<GenerationRequest>& request, const CancelFlag& cancelled, const Origin& origin,
+                const StartDone& done);
   absl::StatusOr<std::shared_ptr<ResponseStream>> Submit(const ServedModel& model, GenerationRequest& request,
                                                          EffectiveSampling effective, RequestPrompt prompt,
                                                          std::vector<std::unique_ptr<TokenConstraint>> constraints,
-                                                         Clock::time_point arrival);
+                                                         const Origin& origin);
   // Runs `work` here, or on a text thread when `bytes` of text would hold this thread up.
   void RunTextWork(size_t bytes, std::function<void()> work, const std::function<void(absl::Status)>& refuse);
 
@@ -127,6 +138,7 @@ class GenerationService {
   std::unordered_map<uint64_t, InProgress> streams_;          // accepted, final event not yet taken
   std::unordered_map<uint64_t, int64_t> streams_per_caller_;  // of these
   uint64_t next_stream_ = 0;
+  std::atomic<size_t> open_batches_{0};
 
   std::atomic<size_t> queued_bytes_{0};
   WorkerPool text_pool_;  // ends first: its tasks use all of the above

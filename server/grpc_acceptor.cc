@@ -1,6 +1,5 @@
 #include "server/grpc_acceptor.h"
 
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -15,49 +14,17 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/tcp_listen.h"
 #include "spdlog/spdlog.h"
 
 namespace k3 {
 namespace {
 
-constexpr int kBacklog = 4096;
 constexpr int kAcceptsAtOnce = 256;              // then Stop is looked for, however many more wait
 constexpr std::chrono::milliseconds kPause{50};  // without descriptors, or between two counts of a full server
 constexpr std::chrono::seconds kWarningInterval{10};
 
 std::string ErrorText(int error) { return std::generic_category().message(error); }
-
-// A bound socket, or -1 and errno.
-int ListenOn(const addrinfo& address) {
-  const int fd = socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (fd < 0) return -1;
-  const int on = 1;
-  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));  // not while another process listens there
-  if (bind(fd, address.ai_addr, address.ai_addrlen) != 0 || listen(fd, kBacklog) != 0) {
-    const int error = errno;
-    close(fd);
-    errno = error;
-    return -1;
-  }
-  return fd;
-}
-
-void SetPort(addrinfo& address, int port) {
-  const auto value = htons(static_cast<uint16_t>(port));
-  if (address.ai_family == AF_INET6) {
-    reinterpret_cast<sockaddr_in6*>(address.ai_addr)->sin6_port = value;
-  } else {
-    reinterpret_cast<sockaddr_in*>(address.ai_addr)->sin_port = value;
-  }
-}
-
-int PortOf(int fd) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof(address);
-  if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) return 0;
-  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port
-                                             : reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
-}
 
 }  // namespace
 
@@ -78,30 +45,10 @@ absl::Status GrpcAcceptor::Bind(const std::string& host, int port) {
   const auto failed = [&](const std::string& why) {
     return absl::UnavailableError(absl::StrCat("cannot listen on ", host, ":", port, " for gRPC: ", why));
   };
-  const bool brackets = host.size() > 2 && host.front() == '[' && host.back() == ']';
-  const std::string name = brackets ? host.substr(1, host.size() - 2) : host;
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_PASSIVE;
-  addrinfo* found = nullptr;
-  if (const int error = getaddrinfo(name.c_str(), "0", &hints, &found); error != 0) return failed(gai_strerror(error));
-  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> addresses(found, &freeaddrinfo);
-  port_ = port;
-  int error = EADDRNOTAVAIL;
-  for (addrinfo* address = found; address != nullptr; address = address->ai_next) {
-    SetPort(*address, port_);
-    const int fd = ListenOn(*address);
-    if (fd >= 0) {
-      listening_.push_back(fd);
-      port_ = PortOf(fd);  // the others get the same
-      continue;
-    }
-    error = errno;
-    // "localhost" also names ::1 where the machine has no IPv6; the same address may be listed twice.
-    const bool is_missing = error == EADDRNOTAVAIL || error == EAFNOSUPPORT;
-    if (!is_missing && listening_.empty()) return failed(ErrorText(error));
-  }
-  if (listening_.empty()) return failed(ErrorText(error));
+  absl::StatusOr<TcpListeners> listeners = ListenTcp(host, port);
+  if (!listeners.ok()) return failed(std::string(listeners.status().message()));
+  listening_ = std::move(listeners->sockets);
+  port_ = listeners->port;
   stop_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   return stop_ >= 0 ? absl::OkStatus() : failed(ErrorText(errno));
 }

@@ -24,6 +24,8 @@ constexpr LevelPair kLevels[] = {{pb::LOG_LEVEL_TRACE, spdlog::level::trace},
                                  {pb::LOG_LEVEL_WARN, spdlog::level::warn},
                                  {pb::LOG_LEVEL_ERROR, spdlog::level::err}};
 
+constexpr char kNoProfile[] = "steps are profiled from the start of the server on only: --profile-steps N";
+
 class GrpcAdminService final : public pb::AdminService::CallbackService {
  public:
   GrpcAdminService(GenerationService* generation, const ApiKeys* keys, AdminActions actions)
@@ -72,7 +74,7 @@ class GrpcAdminService final : public pb::AdminService::CallbackService {
                                          pb::StartProfileResponse*) override {
     return Do(context, [this, request] {
       return actions_.start_profile ? actions_.start_profile(request->steps())
-                                    : UnimplementedFeature("profile", "this device has no profiler");
+                                    : UnimplementedFeature("profile", kNoProfile);
     });
   }
 
@@ -80,7 +82,7 @@ class GrpcAdminService final : public pb::AdminService::CallbackService {
                                         pb::StopProfileResponse* response) override {
     return Do(context, [this, response] {
       return actions_.stop_profile ? actions_.stop_profile(response->mutable_path())
-                                   : UnimplementedFeature("profile", "this device has no profiler");
+                                   : UnimplementedFeature("profile", kNoProfile);
     });
   }
 

@@ -1,5 +1,7 @@
 #include "server/http_server.h"
 
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/post.hpp>
@@ -13,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/http/http_connection.h"
 #include "server/http/io_thread.h"
+#include "server/tcp_listen.h"
 #include "spdlog/spdlog.h"
 
 namespace k3 {
@@ -23,6 +26,12 @@ using tcp = asio::ip::tcp;
 using ErrorCode = boost::system::error_code;
 
 constexpr Clock::duration kAcceptWarningInterval = std::chrono::seconds(10);
+
+bool IsIpv6(int socket) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof(address);
+  return getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size) == 0 && address.ss_family == AF_INET6;
+}
 
 }  // namespace
 
@@ -39,25 +48,16 @@ class HttpServer::Impl {
   absl::Status Listen() {
     const HttpServerOptions& options = state_.options;
     asio::io_context& context = threads_[0]->context();
-    ErrorCode ec;
-    tcp::resolver resolver(context);
-    const auto addresses = resolver.resolve(options.host, std::to_string(options.port), tcp::resolver::passive, ec);
-    if (ec || addresses.empty()) {
-      return absl::UnavailableError(absl::StrCat("cannot resolve host '", options.host, "': ", ec.message()));
+    const absl::StatusOr<TcpListeners> listeners = ListenTcp(options.host, options.port);
+    if (!listeners.ok()) {
+      return absl::UnavailableError(absl::StrCat("cannot listen on ", options.host, ":", options.port,
+                                                 " for HTTP: ", listeners.status().message()));
     }
-    const tcp::endpoint endpoint = addresses.begin()->endpoint();
-    acceptor_.emplace(context);
-    acceptor_->open(endpoint.protocol(), ec);
-    if (!ec) acceptor_->set_option(tcp::acceptor::reuse_address(true), ec);
-    if (!ec) acceptor_->bind(endpoint, ec);
-    if (!ec) acceptor_->listen(4096, ec);
-    if (ec) {
-      return absl::UnavailableError(
-          absl::StrCat("cannot listen on ", options.host, ":", options.port, ": ", ec.message()));
+    port_ = static_cast<uint16_t>(listeners->port);
+    for (const int socket : listeners->sockets) {
+      listening_.push_back(std::make_unique<Listening>(context, socket));
+      Accept(*listening_.back());
     }
-    port_ = acceptor_->local_endpoint(ec).port();
-    retry_.emplace(context);
-    Accept();
     for (const auto& thread : threads_) thread->Start();
     return absl::OkStatus();
   }
@@ -75,12 +75,14 @@ class HttpServer::Impl {
   void Stop(Clock::duration grace) {
     if (stopped_) return;
     stopped_ = true;
-    if (!acceptor_) return;
+    if (listening_.empty()) return;
     StartDrain();
     asio::post(threads_[0]->context(), [this] {
-      ErrorCode ignored;
-      acceptor_->close(ignored);
-      retry_->cancel();
+      for (const auto& from : listening_) {
+        ErrorCode ignored;
+        from->acceptor.close(ignored);
+        from->retry.cancel();
+      }
     });
     const Clock::time_point end = Clock::now() + grace;
     while (state_.exchanges.load() > 0 && Clock::now() < end) std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -93,37 +95,44 @@ class HttpServer::Impl {
   }
 
  private:
+  // One of the host's addresses; on the first thread.
+  struct Listening {
+    Listening(asio::io_context& context, int socket)
+        : acceptor(context, IsIpv6(socket) ? tcp::v6() : tcp::v4(), socket), retry(context) {}
+    tcp::acceptor acceptor;
+    asio::steady_timer retry;
+  };
+
   // Connections are dealt out in turn.
-  void Accept() {
+  void Accept(Listening& from) {
     HttpIoThread* io = threads_[next_++ % threads_.size()].get();
     auto socket = std::make_shared<tcp::socket>(io->context());
-    acceptor_->async_accept(*socket, [this, io, socket](ErrorCode ec) {
-      if (!acceptor_->is_open()) return;
-      if (ec) return Retry(ec);
+    from.acceptor.async_accept(*socket, [this, io, socket, &from](ErrorCode ec) {
+      if (!from.acceptor.is_open()) return;
+      if (ec) return Retry(from, ec);
       asio::post(io->context(),
                  [this, io, socket] { io->Add(std::make_shared<HttpConnection>(*io, std::move(*socket), state_)); });
-      Accept();
+      Accept(from);
     });
   }
 
   // Out of descriptors, mostly: trying again at once would only burn time.
-  void Retry(ErrorCode why) {
+  void Retry(Listening& from, ErrorCode why) {
     if (why == asio::error::operation_aborted) return;
     if (why != asio::error::connection_aborted && Clock::now() >= next_accept_warning_) {
       next_accept_warning_ = Clock::now() + kAcceptWarningInterval;
       spdlog::warn("http: accept: {}", why.message());
     }
-    retry_->expires_after(std::chrono::milliseconds(50));
-    retry_->async_wait([this](ErrorCode ec) {
-      if (!ec && acceptor_->is_open()) Accept();
+    from.retry.expires_after(std::chrono::milliseconds(50));
+    from.retry.async_wait([this, &from](ErrorCode ec) {
+      if (!ec && from.acceptor.is_open()) Accept(from);
     });
   }
 
   HttpServerState state_;
   std::vector<std::unique_ptr<HttpIoThread>> threads_;
-  std::optional<tcp::acceptor> acceptor_;    // on the first thread
-  std::optional<asio::steady_timer> retry_;  // on the first thread
-  Clock::time_point next_accept_warning_;    // on the first thread
+  std::vector<std::unique_ptr<Listening>> listening_;  // ends before the threads' loops
+  Clock::time_point next_accept_warning_;              // on the first thread, as the next
   size_t next_ = 0;
   uint16_t port_ = 0;
   bool stopped_ = false;

@@ -7,6 +7,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "server/error_details.h"
+#include "server/openai/batch_prompts.h"
 #include "server/openai/generation_job.h"
 #include "server/openai/openai_errors.h"
 #include "server/openai/openapi.h"
@@ -142,10 +143,10 @@ HttpReply OpenAiGateway::Generate(absl::StatusOr<OpenAiRequest> parsed, OpenAiRo
                                   HttpWaker waker) {
   const std::string request_id = RequestIdOf(request);
   const TraceContext trace = service_->TraceOf(request.Header("traceparent"));
-  const auto refuse = [&](const absl::Status& status) {
+  const auto refuse = [&](const absl::Status& status, const std::string& prompt = "prompt") {
     service_->CountRefusal(status);
     const std::string field = parsed.ok() ? parsed->max_tokens_field : "max_tokens";
-    HttpResponse response = ErrorResponse(ErrorOf(status, route, field, request_id));
+    HttpResponse response = ErrorResponse(ErrorOf(status, route, field, request_id, prompt));
     response.headers.emplace_back("x-request-id", request_id);
     if (trace.active()) response.headers.emplace_back("traceparent", trace.Header());
     return response;
@@ -157,10 +158,17 @@ HttpReply OpenAiGateway::Generate(absl::StatusOr<OpenAiRequest> parsed, OpenAiRo
   parsed->common.trace = trace;
   const absl::StatusOr<std::shared_ptr<const ServedModel>> model = Model();
   if (!model.ok()) return refuse(model.status());
+  const std::string& name = parsed->common.model;
+  const std::vector<std::string>& names = (*model)->names;
+  const bool is_served = name.empty() || std::find(names.begin(), names.end(), name) != names.end();
+  if (parsed->prompts.size() > 1 && is_served) {
+    size_t bad = 0;
+    const absl::Status status = PrepareBatch(**model, parsed->common, options_.vendor_strict, &parsed->prompts, &bad);
+    if (!status.ok()) return refuse(status, absl::StrCat("prompt[", bad, "]"));
+  }
   ReplyHeader header;
   header.id = MakeRequestId(route == OpenAiRoute::kChat ? "chatcmpl-" : "cmpl-");
   header.created = std::time(nullptr);
-  const std::string& name = parsed->common.model;
   header.model = name.empty() ? (*model)->names.front() : name;
   header.fingerprint = absl::StrCat("fp_", (*model)->weights_version);
   header.tokenizer = (*model)->tokenizer;

@@ -2,11 +2,11 @@
 
 #include <spdlog/spdlog.h>
 
-#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
+#include "server/text_file.h"
 
 namespace k3 {
 namespace {
@@ -84,9 +84,10 @@ void WarnOfUnfollowed(const nlohmann::json& file, const std::string& path) {
 absl::StatusOr<SamplingDefaults> LoadSamplingDefaults(const std::string& dir) {
   SamplingDefaults defaults;
   const std::string path = absl::StrCat(dir, "/generation_config.json");
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream) return defaults;
-  const nlohmann::json file = nlohmann::json::parse(stream, nullptr, /*allow_exceptions=*/false);
+  const absl::StatusOr<std::string> text = ReadTextFile(path);
+  if (absl::IsNotFound(text.status())) return defaults;
+  if (!text.ok()) return text.status();
+  const nlohmann::json file = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
   if (!file.is_object()) return absl::InvalidArgumentError(absl::StrCat(path, ": is not a JSON object"));
   std::optional<float> top_k;
   absl::Status status = ReadNumber(file, path, "temperature", 0, 100, &defaults.temperature);

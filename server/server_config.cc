@@ -1,15 +1,14 @@
 #include "server/server_config.h"
 
 #include <filesystem>
-#include <fstream>
 #include <limits>
-#include <sstream>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "server/launch_place.h"
 #include "server/model_name.h"
+#include "server/text_file.h"
 
 namespace k3 {
 namespace {
@@ -39,9 +38,10 @@ void AddNetworkFlags(FlagSet& flags, ServerConfig& config) {
 
 void AddServingFlags(FlagSet& flags, ServerConfig& config) {
   flags.Group("Requests");
-  flags.List("served-model-name", &config.served_model_names, "NAME",
-             "names that requests may use; the first is told back (default: the folder's, or ORGANISATION/NAME in the "
-             "hub's cache)");
+  flags.List(
+      "served-model-name", &config.served_model_names, "NAME",
+      "names that requests may use; the first is the server's own (default: the folder's, or ORGANISATION/NAME in the "
+      "hub's cache)");
   flags.String("tokenizer", &config.tokenizer_dir, "DIR", "folder of the tokenizer (default: the model's)");
   flags.Choice("default-effort", &config.default_effort, {"low", "high", "max", "none"},
                "thinking effort of requests that name none (default: max for K3)");
@@ -61,7 +61,7 @@ void AddServingFlags(FlagSet& flags, ServerConfig& config) {
   flags.Number("drain-lag", &config.drain_lag_seconds, {0, 3600},
                "seconds from the start of a drain until new work is refused");
   flags.Number("shutdown-timeout", &config.shutdown_timeout_seconds, {0, 86400},
-               "seconds that running requests have after SIGTERM or SIGINT");
+               "seconds that running requests have after SIGTERM or SIGINT and --drain-lag");
   flags.Int("profile-steps", &config.profile_steps, {1, 1e6}, "profile this many engine steps after start");
 }
 
@@ -316,11 +316,11 @@ absl::StatusOr<ServerCommandLine> ParseServerCommandLine(const std::vector<std::
   absl::Status status = flags.ParseArgs(args, &positional);
   if (!status.ok()) return status;
   if (const auto path = flags.Early("config", kEnvPrefix, getenv); path.has_value()) {
-    std::ifstream file(*path, std::ios::binary);
-    if (!file) return absl::InvalidArgumentError(absl::StrCat(flags.Describe("config"), ": cannot read ", *path));
-    std::ostringstream text;
-    text << file.rdbuf();
-    status = flags.ParseToml(text.str(), *path);
+    const absl::StatusOr<std::string> text = ReadTextFile(*path);
+    if (!text.ok()) {
+      return absl::InvalidArgumentError(absl::StrCat(flags.Describe("config"), ": ", text.status().message()));
+    }
+    status = flags.ParseToml(*text, *path);
     if (!status.ok()) return status;
   }
   status = flags.ParseEnv(kEnvPrefix, getenv);

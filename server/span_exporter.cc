@@ -1,6 +1,5 @@
 #include "server/span_exporter.h"
 
-#include <netdb.h>
 #include <spdlog/spdlog.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -12,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "server/tcp_connect.h"
 
 namespace k3 {
 namespace {
@@ -169,19 +169,9 @@ void SpanExporter::Run() {
 }
 
 absl::Status SpanExporter::Send(const std::string& body) const {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (const int error = getaddrinfo(target_.host.c_str(), target_.port.c_str(), &hints, &found); error != 0) {
-    return absl::UnavailableError(gai_strerror(error));
-  }
-  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> addresses(found, &freeaddrinfo);
-  const Socket socket(::socket(found->ai_family, found->ai_socktype | SOCK_CLOEXEC, 0));
-  const timeval limit{options_.timeout.count() / 1000,
-                      static_cast<suseconds_t>(options_.timeout.count() % 1000 * 1000)};
-  setsockopt(socket.fd(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));  // holds for connect too
-  setsockopt(socket.fd(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
-  if (connect(socket.fd(), found->ai_addr, found->ai_addrlen) != 0) return SocketError("cannot connect");
+  const absl::StatusOr<int> fd = ConnectTcp(target_.host, target_.port, options_.timeout);
+  if (!fd.ok()) return absl::UnavailableError(absl::StrCat("cannot connect: ", fd.status().message()));
+  const Socket socket(*fd);
   std::string request = absl::StrCat("POST ", target_.path, " HTTP/1.1\r\nHost: ", target_.host, ":", target_.port,
                                      "\r\nContent-Type: application/json\r\nContent-Length: ", body.size(),
                                      "\r\nConnection: close\r\n\r\n", body);

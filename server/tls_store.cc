@@ -5,12 +5,11 @@
 #include <openssl/ssl.h>
 #include <openssl/x509.h>
 
-#include <fstream>
-#include <sstream>
 #include <string_view>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/text_file.h"
 
 namespace k3 {
 namespace {
@@ -29,11 +28,9 @@ std::string LastError() {
 }
 
 absl::StatusOr<std::string> ReadFile(const char* flag, const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::InvalidArgumentError(absl::StrCat(flag, ": cannot read ", path));
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
+  absl::StatusOr<std::string> text = ReadTextFile(path);
+  if (text.ok()) return text;
+  return absl::InvalidArgumentError(absl::StrCat(flag, ": ", text.status().message()));
 }
 
 absl::Status Bad(const char* flag, const std::string& path, const std::string& what) {

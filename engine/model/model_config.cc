@@ -301,6 +301,10 @@ absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& dir) {
   if (!std::filesystem::is_directory(dir, error)) {
     return absl::NotFoundError(absl::StrCat(dir, ": expected a model directory with a config.json, found none"));
   }
+  // A folder reads as empty, and a pipe may never end.
+  if (std::filesystem::exists(file, error) && !std::filesystem::is_regular_file(file, error)) {
+    return absl::InvalidArgumentError(absl::StrCat(file, ": expected a file, found something else"));
+  }
   std::ifstream stream(file, std::ios::binary);
   if (!stream) return absl::NotFoundError(absl::StrCat(file, ": cannot be opened", DanglingLink(file)));
   std::string text(kMaxFileBytes + 1, '\0');

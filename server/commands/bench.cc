@@ -7,7 +7,6 @@
 #include <nlohmann/json.hpp>
 #include <ostream>
 #include <random>
-#include <sstream>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -18,6 +17,7 @@
 #include "server/commands/bench_progress.h"
 #include "server/commands/bench_report.h"
 #include "server/exit_codes.h"
+#include "server/text_file.h"
 
 namespace k3 {
 namespace {
@@ -38,11 +38,9 @@ absl::StatusOr<std::unique_ptr<BenchClient>> MakeClient(const BenchConfig& confi
 
 absl::StatusOr<std::vector<TraceEntry>> LoadTrace(const BenchConfig& config) {
   if (config.workload != WorkloadKind::kTrace) return std::vector<TraceEntry>();
-  std::ifstream file(config.trace_path);
-  if (!file) return absl::NotFoundError(absl::StrCat("cannot read the trace ", config.trace_path));
-  std::ostringstream text;
-  text << file.rdbuf();
-  return ParseTrace(text.str(), config.trace_path);
+  const absl::StatusOr<std::string> text = ReadTextFile(config.trace_path);
+  if (!text.ok()) return text.status();
+  return ParseTrace(*text, config.trace_path);
 }
 
 int32_t RandomIdLimit(const BenchConfig& config, const BenchServerInfo& server) {
@@ -92,6 +90,12 @@ int RunBench(const std::vector<std::string>& args, std::ostream& out, std::ostre
   const absl::StatusOr<BenchServerInfo> server = (*client)->Prepare();
   if (!server.ok()) {
     err << "bench: " << server.status().message() << "\n";
+    return kExitBenchFailed;
+  }
+  // A run of hours must not end without its figures.
+  for (const std::string& path : {config.json_path, config.svg_path}) {
+    if (path.empty() || std::ofstream(path, std::ios::app)) continue;
+    err << "bench: cannot write " << path << "\n";
     return kExitUsage;
   }
 

@@ -4,11 +4,11 @@
 #include <openssl/ssl.h>
 
 #include <fstream>
-#include <sstream>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "server/api_keys.h"
+#include "server/text_file.h"
 
 namespace k3 {
 namespace {
@@ -24,11 +24,9 @@ absl::Status BadFile(const char* flag, const std::string& path) {
 
 absl::Status ReadText(const char* flag, const std::string& path, std::string* text) {
   if (path.empty()) return absl::OkStatus();
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream all;
-  if (!file || !(all << file.rdbuf()))
-    return absl::InvalidArgumentError(absl::StrCat("--", flag, ": cannot read ", path));
-  *text = all.str();
+  absl::StatusOr<std::string> all = ReadTextFile(path);
+  if (!all.ok()) return absl::InvalidArgumentError(absl::StrCat("--", flag, ": ", all.status().message()));
+  *text = *std::move(all);
   return absl::OkStatus();
 }
 

@@ -1,7 +1,6 @@
 #include "server/commands/http_caller.h"
 
 #include <arpa/inet.h>
-#include <netdb.h>
 #include <openssl/err.h>
 #include <openssl/ssl.h>
 #include <sys/socket.h>
@@ -16,6 +15,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "server/tcp_connect.h"
 
 namespace k3 {
 namespace {
@@ -40,18 +40,11 @@ class Connection {
 
   // TLS unless `context` is null.
   absl::Status Open(const HttpUrl& url, SSL_CTX* context, std::chrono::seconds timeout) {
-    addrinfo hints{};
-    hints.ai_socktype = SOCK_STREAM;
-    addrinfo* found = nullptr;
-    if (const int error = getaddrinfo(url.host.c_str(), url.port.c_str(), &hints, &found); error != 0) {
-      return absl::UnavailableError(absl::StrCat(url.host, ": ", gai_strerror(error)));
+    const absl::StatusOr<int> fd = ConnectTcp(url.host, url.port, timeout);
+    if (!fd.ok()) {
+      return absl::UnavailableError(absl::StrCat("connect to ", url.authority(), ": ", fd.status().message()));
     }
-    const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> addresses(found, &freeaddrinfo);
-    fd_ = socket(found->ai_family, found->ai_socktype | SOCK_CLOEXEC, 0);
-    const timeval limit{timeout.count(), 0};
-    setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
-    setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
-    if (connect(fd_, found->ai_addr, found->ai_addrlen) != 0) return SocketError("connect to " + url.authority());
+    fd_ = *fd;
     if (context == nullptr) return absl::OkStatus();
     ssl_.reset(SSL_new(context));
     SSL_set_fd(ssl_.get(), fd_);

@@ -52,7 +52,9 @@ Clock::duration Seconds(double seconds) {
 }
 
 std::string ListenerText(const std::string& host, const Port& wanted, int port) {
-  return wanted.has_value() ? absl::StrCat(host, ":", port) : std::string("off");
+  if (!wanted.has_value()) return "off";
+  const bool bare_ipv6 = host.find(':') != std::string::npos && host.front() != '[';
+  return bare_ipv6 ? absl::StrCat("[", host, "]:", port) : absl::StrCat(host, ":", port);
 }
 
 [[noreturn]] void EndAtOnce(int signal) {
@@ -331,7 +333,8 @@ class Server {
   void Drain(const Signals& signals, int signal) {
     const Clock::time_point start = Clock::now();
     const Clock::duration lag = Seconds(config_.drain_lag_seconds);
-    const Clock::time_point limit = start + Seconds(config_.shutdown_timeout_seconds);
+    // What is taken until the lag is over has its time too.
+    const Clock::time_point limit = start + lag + Seconds(config_.shutdown_timeout_seconds);
     const auto idle = [this] { return generation_.active() == 0; };
     spdlog::info("signal {}: draining, {} requests", signal, generation_.active());
     health_.StartDrain(lag);

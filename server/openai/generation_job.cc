@@ -40,6 +40,7 @@ GenerationJob::GenerationJob(GenerationService* service, OpenAiRequest request, 
       writer_(MakeWriter(std::move(header), reply_, request.prompts.size())),
       common_(std::move(request.common)) {
   common_.request_id = request_id_;
+  if (request.prompts.size() > 1) batch_ = service_->OpenBatch(arrival_);
   prompts_.resize(request.prompts.size());
   for (size_t i = 0; i < prompts_.size(); ++i) prompts_[i].input = std::move(request.prompts[i]);
 }
@@ -69,15 +70,17 @@ void GenerationJob::StartPrompt(size_t index) {
   request.comes_again = batch;
   // The prompts of a batch are spans below the request's.
   if (index > 0) request.trace = ContinueTrace(trace_.Header(), false);
-  service_->Start(std::move(request), cancelled_,
-                  [self = shared_from_this(), index](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
-                    if (absl::IsResourceExhausted(stream.status())) self->hold_starts_ = true;
-                    {
-                      std::lock_guard lock(self->mutex_);
-                      self->arrivals_.emplace_back(index, std::move(stream));
-                    }
-                    self->waker_.Wake();
-                  });
+  service_->Start(
+      std::move(request), cancelled_,
+      [self = shared_from_this(), index](absl::StatusOr<std::shared_ptr<ResponseStream>> stream) {
+        if (absl::IsResourceExhausted(stream.status())) self->hold_starts_ = true;
+        {
+          std::lock_guard lock(self->mutex_);
+          self->arrivals_.emplace_back(index, std::move(stream));
+        }
+        self->waker_.Wake();
+      },
+      batch_);
 }
 
 void GenerationJob::TakeArrivals() {
@@ -120,6 +123,7 @@ void GenerationJob::ReadEvents(size_t index) {
       writer_->OnToolCall(number, std::move(*call), &out_);
     } else if (auto* accepted = std::get_if<AcceptedEvent>(&event)) {
       accepted_ = true;
+      if (batch_ != nullptr) batch_->left_queue = true;
       writer_->OnAccepted(number, std::move(*accepted), &out_);
     } else if (auto* rows = std::get_if<PromptLogprobsEvent>(&event)) {
       writer_->OnPromptLogprobs(number, std::move(*rows), &out_);
@@ -180,6 +184,7 @@ void GenerationJob::OnSilence(HttpWriter& writer) {
 
 void GenerationJob::OnAbort(HttpAbort why) {
   CancelAll();
+  batch_.reset();
   if (why == HttpAbort::kStalled) spdlog::warn("http request={} ended: its reader took nothing", request_id_);
   Log(499);
 }
@@ -212,6 +217,7 @@ void GenerationJob::CancelAll() {
 }
 
 void GenerationJob::Finish(HttpWriter& writer) {
+  batch_.reset();
   if (!failure_.ok()) {
     const std::string prompt = prompts_.size() > 1 ? absl::StrCat("prompt[", failed_prompt_, "]") : "prompt";
     const OpenAiError error = ErrorOf(failure_, reply_.route, max_tokens_field_, request_id_, prompt);

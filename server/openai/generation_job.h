@@ -70,7 +70,8 @@ class GenerationJob final : public HttpJob, public std::enable_shared_from_this<
   const Clock::time_point arrival_ = Clock::now();
   std::unique_ptr<ReplyWriter> writer_;
 
-  GenerationRequest common_;  // of all prompts, but for the input
+  std::shared_ptr<RequestBatch> batch_;  // of several prompts, until the answer is made
+  GenerationRequest common_;             // of all prompts, but for the input
   std::vector<Prompt> prompts_;
   size_t next_ = 0;            // first prompt that was not yet started
   std::vector<size_t> retry_;  // refused while others of the batch ran

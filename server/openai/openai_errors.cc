@@ -135,8 +135,9 @@ OpenAiError ErrorOf(const absl::Status& status, OpenAiRoute route, std::string_v
   if (error.param.size() > 200) error.param.clear();
   error.message = Shorten(std::move(error.message));
   if (details.retry_after.has_value()) {
-    error.retry_after_seconds =
-        static_cast<int>(std::clamp<int64_t>(absl::ToInt64Seconds(*details.retry_after), 1, 120));
+    // Whole seconds, and rather late than too early.
+    const absl::Duration wait = absl::Ceil(*details.retry_after, absl::Seconds(1));
+    error.retry_after_seconds = static_cast<int>(std::clamp<int64_t>(absl::ToInt64Seconds(wait), 1, 120));
   } else if (error.status == 429 || error.status == 503) {
     error.retry_after_seconds = 1;
   }

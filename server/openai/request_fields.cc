@@ -65,7 +65,9 @@ void ReadLogitBias(FieldReader& body, GenerationRequest* request) {
     uint32_t id = 0;
     const char* const end = key.data() + key.size();
     const auto parsed = std::from_chars(key.data(), end, id);
-    if (parsed.ec != std::errc() || parsed.ptr != end) {
+    // "05" would be another key for the same id.
+    const bool has_padding = key.size() > 1 && key[0] == '0';
+    if (parsed.ec != std::errc() || parsed.ptr != end || has_padding) {
       return body.Fail("logit_bias",
                        absl::StrCat("expected token ids as keys, whole numbers from 0 up to the vocabulary's "
                                     "last, not \"",

@@ -57,6 +57,8 @@ int StopStrings::Append(std::string_view text, std::string* out) {
 void StopStrings::Flush(std::string* out) {
   out->append(held_);
   held_.clear();
+  // What comes later does not continue this text.
+  for (Pattern& pattern : patterns_) pattern.length = 0;
 }
 
 }  // namespace k3

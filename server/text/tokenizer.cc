@@ -1,24 +1,15 @@
 #include "server/text/tokenizer.h"
 
 #include <algorithm>
-#include <fstream>
-#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "server/text/encode_chunks.h"
 #include "server/text/utf8.h"
+#include "server/text_file.h"
 
 namespace k3 {
 namespace {
-
-absl::StatusOr<std::string> ReadFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::NotFoundError(path + ": cannot be opened");
-  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  if (file.bad()) return absl::DataLossError(path + ": cannot be read");
-  return text;
-}
 
 std::string FilePath(const std::string& directory, const char* name) {
   return directory.empty() ? name : absl::StrCat(directory, "/", name);
@@ -27,9 +18,9 @@ std::string FilePath(const std::string& directory, const char* name) {
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const Tokenizer>> Tokenizer::Load(const std::string& directory) {
-  auto model = ReadFile(FilePath(directory, "tiktoken.model"));
+  auto model = ReadTextFile(FilePath(directory, "tiktoken.model"));
   if (!model.ok()) return model.status();
-  auto config = ReadFile(FilePath(directory, "tokenizer_config.json"));
+  auto config = ReadTextFile(FilePath(directory, "tokenizer_config.json"));
   if (!config.ok() && !absl::IsNotFound(config.status())) return config.status();
   return FromContents(*model, config.ok() ? std::optional<std::string_view>(*config) : std::nullopt, directory);
 }

@@ -103,6 +103,51 @@ class ExitCodesTest(unittest.TestCase):
                     json.loads(line)
                 self.assertIn("skipping 1 vision tensors", result.stderr)
 
+    def test_folders_in_the_place_of_files(self):
+        """What a container's mount of a missing file leaves."""
+        serve = ("serve", MODEL, "--device", "cpu", "--port", "off", "--grpc-port", "0")
+        with tempfile.TemporaryDirectory() as folder:
+            for flags in (["--config"], ["--api-key-file"], ["--tls-key", MODEL + "/config.json", "--tls-cert"]):
+                result = run(*serve, *flags, folder)
+                self.assertEqual(result.returncode, 2, flags)
+                self.assertIn(folder + ": expected a file, found a directory", result.stderr)
+            for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tiktoken.model",
+                         "model.safetensors"):
+                with tempfile.TemporaryDirectory() as model:
+                    for other in os.listdir(MODEL):
+                        if other != name:
+                            os.symlink(os.path.join(MODEL, other), os.path.join(model, other))
+                    os.mkdir(os.path.join(model, name))
+                    result = run("serve", model, *serve[2:])
+                    self.assertEqual(result.returncode, 4, result.stderr)
+                    self.assertIn(name + ": expected a file, found", result.stderr)
+
+    def test_a_pipe_in_the_place_of_a_file(self):
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tiktoken.model"):
+            with tempfile.TemporaryDirectory() as model:
+                for other in os.listdir(MODEL):
+                    if other != name:
+                        os.symlink(os.path.join(MODEL, other), os.path.join(model, other))
+                os.mkfifo(os.path.join(model, name))
+                result = run("serve", model, "--device", "cpu", "--port", "off", "--grpc-port", "0")
+                self.assertEqual(result.returncode, 4, result.stderr)
+                self.assertIn(name, result.stderr)
+
+    def test_ipv6_hosts(self):
+        try:
+            with socket.socket(socket.AF_INET6) as probe:
+                probe.bind(("::1", 0))
+        except OSError:
+            self.skipTest("this machine has no IPv6")
+        for host in ("::1", "[::1]"):
+            server = RunningServer(BINARY, MODEL, "--host", host)
+            self.assertRegex(server.http, r"^\[::1\]:\d+$")
+            self.assertRegex(server.grpc, r"^\[::1\]:\d+$")
+            self.assertEqual(run("generate", "What does grep do?", "--target", server.grpc).returncode, 0)
+            verified = run("verify", "--server", server.url)
+            self.assertNotIn("connect to", verified.stdout + verified.stderr)
+            self.assertEqual(server.stop(), 0)
+
     def test_does_not_fit(self):
         result = run("serve", MODEL, "--device", "cpu", "--port", "off", "--grpc-port", "0", "--latent-pages",
                      "4000000000")
@@ -185,6 +230,11 @@ class StartAndStopTest(unittest.TestCase):
         for args in (["verify", "--server", "ftp://x"], ["verify", MODEL, "--server", server.url]):
             self.assertEqual(run(*args).returncode, 2, args)
 
+    def test_bench_without_a_server(self):
+        result = run("bench", "--url", "http://127.0.0.1:1")
+        self.assertEqual(result.returncode, 1, result.stderr)
+        self.assertIn("127.0.0.1:1", result.stderr)
+
     def test_bench_shows_its_key(self):
         with tempfile.NamedTemporaryFile("w") as keys:
             keys.write("sesame\n")
@@ -196,6 +246,10 @@ class StartAndStopTest(unittest.TestCase):
                 self.assertNotEqual(run(*common).returncode, 0)
                 result = run(*common, "--api-key-file", keys.name)
                 self.assertEqual(result.returncode, 0, result.stderr)
+                # Found out before the run, not behind it.
+                result = run(*common, "--api-key-file", keys.name, "--json", "/nowhere/figures.json")
+                self.assertEqual((result.returncode, result.stdout), (2, ""), result.stderr)
+                self.assertIn("cannot write /nowhere/figures.json", result.stderr)
             checked = run("verify", "--server", server.url, "--target", server.grpc, "--api-key-file", keys.name)
             self.assertEqual(checked.returncode, 0, checked.stdout)
             self.assertIn("http.keys", checked.stdout)

@@ -114,6 +114,16 @@ class ServeTest(unittest.TestCase):
             self.assertEqual(events[-1], "[DONE]")
             self.assertEqual(json.loads(events[-2])["error"]["type"], "server_error")
 
+    def test_the_timeout_begins_when_the_lag_is_over(self):
+        server = self.start("--drain-lag", "1", "--shutdown-timeout", "1")
+        results, threads = self.http_streams(server, 1, 400000)
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        threads[0].join()
+        self.assertGreaterEqual(time.monotonic() - begin, 2)
+        self.assertEqual(json.loads(results[0][-2])["error"]["type"], "server_error")
+        self.assertEqual(server.process.wait(timeout=60), 0)
+
     # B45. The times are what the server can do: of several tries on a busy machine one must be in time; all else holds
     # in each.
     def in_time(self, drain):

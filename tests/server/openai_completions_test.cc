@@ -1,8 +1,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/testing/openai_server.h"
@@ -133,6 +136,102 @@ TEST_F(OpenAiCompletionsTest, EchoedLogprobsAreLimitedOverAllChoices) {
   body["n"] = 128;
   body["echo"] = false;
   EXPECT_EQ(server_.Post(kCompletions, body).status, 200);
+}
+
+// Before the first runs and before the 200, also where the last of many is bad.
+TEST_F(OpenAiCompletionsTest, ABadPromptBehindManyIsFoundFirst) {
+  OpenAiServer::Options options;
+  options.engine.limits.max_model_len = 100;
+  OpenAiServer server(options);
+  server.ForceText("ok");
+  for (const bool stream : {false, true}) {
+    Json prompts = Json::array();
+    for (int i = 0; i < 200; ++i) prompts.push_back(Json::array({1, 2}));
+    prompts.push_back(Json::array({1, 4096}));
+    OpenAiReply reply = server.Post(kCompletions, {{"prompt", prompts}, {"stream", stream}});
+    EXPECT_EQ(reply.status, 400);
+    EXPECT_EQ(reply.Param(), "prompt[200][1]");
+    prompts.back() = Json(std::vector<int>(90, 7));
+    reply = server.Post(kCompletions, {{"prompt", prompts}, {"max_tokens", 20}, {"stream", stream}});
+    EXPECT_EQ(reply.status, 400);
+    EXPECT_EQ(reply.Code(), "context_length_exceeded");
+    const Json texts = {"a", "b", std::string(5000, 'x')};
+    reply = server.Post(kCompletions, {{"prompt", texts}, {"stream", stream}});
+    EXPECT_EQ(reply.status, 400);
+    EXPECT_EQ(reply.Param(), "prompt[2]");
+    EXPECT_EQ(reply.Code(), "context_length_exceeded");
+    EXPECT_EQ(server.Post(kCompletions, {{"prompt", texts}, {"model", "nope"}, {"stream", stream}}).status, 404);
+  }
+  EXPECT_EQ(server.engine().Load().steps, 0u);
+}
+
+// A request of many prompts is one request: what was let in before a drain is finished, later prompts included.
+TEST_F(OpenAiCompletionsTest, ADrainLetsABatchFinish) {
+  OpenAiServer::Options options;
+  options.engine.limits.max_num_seqs = 4;
+  OpenAiServer server(options);
+  server.ForceText("ok");
+  server.engine().Pause();
+  OpenAiReply reply;
+  std::thread client([&] { reply = server.Post(kCompletions, {{"prompt", std::vector<std::string>(200, "p")}}); });
+  while (server.engine().Load().waiting + server.engine().Load().running < 64) std::this_thread::yield();
+  server.health().StartDrain(Clock::duration::zero());
+  EXPECT_GT(server.service().active(), 64u);  // those that are to come keep it from being idle
+  EXPECT_EQ(server.Post(kCompletions, {{"prompt", std::vector<std::string>(2, "p")}}).status, 503);
+  server.engine().Resume();
+  client.join();
+  ASSERT_EQ(reply.status, 200) << reply.raw.body;
+  ASSERT_EQ(reply.body["choices"].size(), 200u);
+  for (const Json& choice : reply.body["choices"]) EXPECT_EQ(choice["text"], "ok");
+  EXPECT_TRUE(server.NothingLeaked());
+}
+
+// Two hundred prompts of 100 ms, of which 64 run at a time, take longer than each of them.
+TEST_F(OpenAiCompletionsTest, TheRequestTimeoutIsThatOfTheBatch) {
+  OpenAiServer::Options options;
+  options.request_timeout = std::chrono::milliseconds(250);
+  options.engine.step_time = std::chrono::milliseconds(5);
+  OpenAiServer server(options);
+  server.Force(std::vector<int32_t>(19, 100));
+  const OpenAiReply reply =
+      server.Post(kCompletions, {{"prompt", std::vector<std::string>(200, "p")}, {"max_tokens", 20}});
+  EXPECT_EQ(reply.status, 504) << reply.raw.body;
+  EXPECT_EQ(reply.body["error"]["type"], "timeout");
+  EXPECT_TRUE(server.NothingLeaked());
+}
+
+// What waits for its own batch is past the queue; a batch of which nothing runs is not.
+TEST_F(OpenAiCompletionsTest, PromptsThatWaitForTheirBatchAreNotOverdue) {
+  OpenAiServer::Options options;
+  options.queue_timeout = std::chrono::milliseconds(20);
+  options.engine.limits.max_num_seqs = 1;
+  options.engine.manual = true;
+  OpenAiServer server(options);
+  server.ForceText("ok");
+  OpenAiReply first, second;
+  const auto waiting = [&](int count) {
+    while (server.engine().Load().waiting < count) std::this_thread::yield();
+  };
+  std::thread client([&] { first = server.Post(kCompletions, {{"prompt", {"a", "b", "c"}}}); });
+  waiting(3);
+  server.engine().Step();  // the first has its slot
+  std::thread late([&] { second = server.Post(kCompletions, {{"prompt", {"d", "e"}}}); });
+  waiting(4);
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  server.service().EndOverdue();
+  late.join();
+  EXPECT_EQ(second.status, 429);
+  EXPECT_EQ(second.Code(), "queue_timeout");
+  std::atomic<bool> done{false};
+  std::thread steps([&] {
+    while (!done) server.engine().Step();
+  });
+  client.join();
+  done = true;
+  steps.join();
+  ASSERT_EQ(first.status, 200) << first.raw.body;
+  for (const Json& choice : first.body["choices"]) EXPECT_EQ(choice["text"], "ok");
+  EXPECT_TRUE(server.NothingLeaked());
 }
 
 TEST_F(OpenAiCompletionsTest, OneBadPromptRefusesTheBatch) {

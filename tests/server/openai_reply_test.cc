@@ -81,6 +81,7 @@ TEST(OpenAiErrorsTest, StatusesTypesAndNames) {
     EXPECT_EQ(error.type, item.type) << item.status;
   }
   EXPECT_EQ(ErrorOf(absl::InternalError("secret detail")).message.find("secret"), std::string::npos);
+  EXPECT_EQ(ErrorOf(UnavailableFor("draining", "x", absl::Milliseconds(2001))).retry_after_seconds, 3);
   EXPECT_EQ(ErrorOf(UnavailableFor("draining", "x", absl::Hours(1))).retry_after_seconds, 120)
       << "clients honour no more";
   const std::pair<const char*, const char*> names[] = {

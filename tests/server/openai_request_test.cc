@@ -151,7 +151,7 @@ TEST_F(OpenAiRequestTest, WrongTypesAndRanges) {
 
 // B19
 TEST_F(OpenAiRequestTest, LogitBias) {
-  for (const char* bad : {R"({"4096":5})", R"({"-1":1})", R"({"abc":1})", R"({"1.0":1})", R"({"5":101})",
+  for (const char* bad : {R"({"4096":5})", R"({"-1":1})", R"({"abc":1})", R"({"1.0":1})", R"({"05":1})", R"({"5":101})",
                           R"({"5":-101})", R"({"5":null})", R"({"5":"1"})", "[1,2]", R"({"":1})", R"({" 5":1})",
                           R"({"99999999999":1})", R"({"5":1e999})"}) {
     Refused(ChatBody({{"logit_bias", Json::parse(bad, nullptr, false).is_discarded() ? Json::parse("{\"5\":1e300}")

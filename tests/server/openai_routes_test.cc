@@ -149,6 +149,7 @@ TEST(OpenAiRoutesTest, RenderGivesTheGoldenIds) {
                                             .names = {"m"},
                                             .default_effort = "none",
                                             .request_timeout = {},
+                                            .queue_timeout = {},
                                             .api_key_file = ""});
   std::ifstream file(testing::DataFile("chat.json"));
   const Json golden = Json::parse(file);

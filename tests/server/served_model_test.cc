@@ -37,6 +37,14 @@ TEST(ServedModelTest, NoFileMeansNoDefaults) {
   EXPECT_FALSE(defaults->temperature.has_value());
 }
 
+// A container's mount of a missing file leaves a folder.
+TEST(ServedModelTest, AFolderInTheFilesPlaceIsAnError) {
+  const std::string dir = ::testing::TempDir() + "/k3serve_generation_folder";
+  std::filesystem::create_directories(dir + "/generation_config.json");
+  EXPECT_THAT(std::string(LoadSamplingDefaults(dir).status().message()),
+              HasSubstr("generation_config.json: expected a file, found a directory"));
+}
+
 TEST(ServedModelTest, GreedyIsASwitchAndEosMayBeAList) {
   const auto defaults = Load(R"({"do_sample": false, "temperature": 0.7, "eos_token_id": [1, 2], "top_k": null})");
   ASSERT_TRUE(defaults.ok());

@@ -131,7 +131,8 @@ TEST(ServerConfigTest, PositionalArguments) {
   EXPECT_THAT(ErrorOf({}), HasSubstr("MODEL_DIR is missing"));
   EXPECT_THAT(ErrorOf({"a", "b"}), HasSubstr("one MODEL_DIR is served, not 2: a and b"));
   EXPECT_THAT(ErrorOf({"--served-model-name", "x", "dir"}), HasSubstr("must stand before --served-model-name"));
-  EXPECT_THAT(ErrorOf({"m", "--config", "/nowhere/x.toml"}), HasSubstr("--config: cannot read /nowhere/x.toml"));
+  EXPECT_THAT(ErrorOf({"m", "--config", "/nowhere/x.toml"}),
+              HasSubstr("--config: /nowhere/x.toml: cannot be opened: No such file"));
 }
 
 TEST(ServerConfigTest, DtypesOfTheCpuAreCheckedForAutoToo) {

@@ -121,6 +121,7 @@ OpenAiServer::OpenAiServer(Options options)
   GenerationService::Options service;
   service.default_effort = options_.default_effort;
   service.request_timeout = options_.request_timeout;
+  service.queue_timeout = options_.queue_timeout;
   service.vendor_strict = options_.vendor_strict;
   service_ = std::make_unique<GenerationService>(service, &health_, &metrics_);
   gateway_ = std::make_unique<OpenAiGateway>(OpenAiOptions{.vendor_strict = options_.vendor_strict}, service_.get(),

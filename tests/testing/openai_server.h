@@ -65,6 +65,7 @@ class OpenAiServer {
     std::vector<std::string> names = {"tiny-k3", "org/alias"};
     std::string default_effort;
     std::optional<Clock::duration> request_timeout;
+    std::optional<Clock::duration> queue_timeout;
     std::string api_key_file;
     bool grammars =
         true;  // false: a build without structured output. Grammars compile, but the mock follows its script

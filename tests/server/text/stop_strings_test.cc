@@ -67,6 +67,21 @@ TEST(StopStrings, NothingPassesAfterAMatch) {
   EXPECT_EQ(Match({}, {"any", "thing"}), (Result{"anything", StopStrings::kNoMatch}));
 }
 
+// Text after a flush is another text: it does not go on with what was held back before.
+TEST(StopStrings, AFlushForgetsWhatWasBegun) {
+  StopStrings matcher({"abcd", "xy"});
+  std::string text;
+  EXPECT_EQ(matcher.Append("1ab", &text), StopStrings::kNoMatch);
+  matcher.Flush(&text);
+  EXPECT_EQ(text, "1ab");
+  EXPECT_EQ(matcher.Append("cd", &text), StopStrings::kNoMatch);
+  EXPECT_EQ(text, "1abcd");
+  EXPECT_EQ(matcher.Append("2abc", &text), StopStrings::kNoMatch);
+  EXPECT_EQ(text, "1abcd2");
+  EXPECT_EQ(matcher.Append("d3", &text), 0);
+  EXPECT_EQ(text, "1abcd2");
+}
+
 // Against the definition, at every cut.
 TEST(StopStrings, RandomAgainstDefinition) {
   std::mt19937 random(7);

@@ -130,7 +130,7 @@ TEST(Tokenizer, OrdinaryTextNeverGivesSpecialIds) {
 TEST(Tokenizer, LoadErrorsNameTheFile) {
   const auto missing = Tokenizer::Load("/nonexistent");
   EXPECT_EQ(missing.status().code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(missing.status().message(), "/nonexistent/tiktoken.model: cannot be opened");
+  EXPECT_EQ(missing.status().message(), "/nonexistent/tiktoken.model: cannot be opened: No such file or directory");
   const auto malformed = Tokenizer::FromContents("AA== zero\n", std::nullopt, "dir");
   EXPECT_EQ(malformed.status().message(), "dir/tiktoken.model:1: the rank is not a number");
 }

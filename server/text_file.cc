@@ -1,0 +1,63 @@
+#include "server/text_file.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
+
+#include "absl/strings/str_cat.h"
+
+namespace k3 {
+namespace {
+
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int get() const { return fd_; }
+
+ private:
+  const int fd_;
+};
+
+absl::Status Failed(const std::string& path, const char* what, int error) {
+  const std::string message = absl::StrCat(path, ": cannot be ", what, ": ", std::generic_category().message(error));
+  return error == ENOENT ? absl::NotFoundError(message) : absl::InvalidArgumentError(message);
+}
+
+}  // namespace
+
+absl::StatusOr<std::string> ReadTextFile(const std::string& path) {
+  // Opening a pipe that nobody writes to would wait for ever.
+  const Descriptor file(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  if (file.get() < 0) return Failed(path, "opened", errno);
+  struct stat status {};
+  if (fstat(file.get(), &status) != 0) return Failed(path, "opened", errno);
+  if (S_ISDIR(status.st_mode)) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": expected a file, found a directory"));
+  }
+  std::string text;
+  char buffer[1 << 16];
+  while (true) {
+    const ssize_t size = read(file.get(), buffer, sizeof(buffer));
+    if (size > 0) {
+      text.append(buffer, static_cast<size_t>(size));
+    } else if (size == 0) {
+      return text;
+    } else if (errno == EAGAIN) {
+      pollfd entry{file.get(), POLLIN, 0};
+      poll(&entry, 1, -1);
+    } else if (errno != EINTR) {
+      return Failed(path, "read", errno);
+    }
+  }
+}
+
+}  // namespace k3
