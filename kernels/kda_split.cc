@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kTile = 16;
 // Microseconds: a block besides its tokens, a token of a block, a segment of the composition, a token and run after the
 // first segment in the correction, with the norm also of the first; two more launches.
-constexpr double kBlock = 16, kCoreToken = 0.073, kToken = 0.112, kSegment = 1.6, kCorrected = 0.00025,
+constexpr double kBlock = 16, kCoreToken = 0.073, kToken = 0.112, kSegment = 1.1, kCorrected = 0.00025,
                  kNormed = 0.0002;
 constexpr double kLaunches = 10;
 

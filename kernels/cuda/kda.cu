@@ -133,7 +133,7 @@ struct PrefillScratch {
   int64_t borders;    // that have room
   int64_t snapshots;  // (snapshot, head) pairs that have room
   KdaBorder* border;
-  float* transition;
+  uint32_t* transition;
   uint16_t* queries;
   size_t bytes;
 };
@@ -149,7 +149,7 @@ PrefillScratch LayoutPrefill(const Device& device, void* base, int64_t tokens, i
     scratch.borders = 3 * device.multiprocessors;
     scratch.snapshots = kMostSnapshotHeads;
     scratch.border = static_cast<KdaBorder*>(take(scratch.borders * static_cast<int64_t>(sizeof(KdaBorder))));
-    scratch.transition = static_cast<float*>(take(scratch.snapshots * kTileDim * kTileDim * 4));
+    scratch.transition = static_cast<uint32_t*>(take(scratch.snapshots * kTransitionWords * 4));
     scratch.queries = static_cast<uint16_t*>(take(tokens * heads * kTileDim * 2));
   }
   scratch.bytes = offset;

@@ -10,11 +10,12 @@ namespace k3::cuda {
 
 constexpr int kComposeWarps = kTileDim / 16;
 constexpr int kComposeBarrier = 1;
-constexpr int kComposeStride = kTileDim + 16;  // floats: two rows of 16-byte accesses in different banks
+constexpr int kComposeStride = kTileDim / 2 + 4;  // words: rows of ldmatrix in different banks
 
 struct KdaComposeShared {
-  alignas(16) float current[2][16][kComposeStride];  // by parity of segments: [values][keys] of the state before, tf32
-  uint64_t written[kMostKdaSegments + 1];            // the block's part of KdaBorder::half of a segment
+  // By parity of segments: [values][keys] of the state before in fp16, keys k and k + 8 in word k / 16 * 8 + k % 8.
+  alignas(16) uint32_t current[2][16][kComposeStride];
+  uint64_t written[kMostKdaSegments + 1];  // the block's part of KdaBorder::half of a segment
 };
 
 // Byte offset in KdaBorder::half of an element of the state before a segment: a plain operand b of warpgroup products,
@@ -25,7 +26,7 @@ __device__ __forceinline__ int HalfPlace(int key, int value) {
   return key / 64 * (kTileDim * 128) + Swizzle128(row, key % 64 / 8) + key % 8 * 2;
 }
 
-// States after segments and snapshots: out = P in + zero, tf32 products with fp32 sums. A block owns 16 value columns
+// States after segments and snapshots: out = P in + zero, fp16 products with fp32 sums. A block owns 16 value columns
 // of a (sequence, head), its warps 16 keys each, whose rows of the next segment's transition are loaded as those of
 // this one are used up. The correction runs beside it: a segment's KdaBorder::ready says that the state before it is
 // there. With kTeller a warp of its own says so, because the fence before it takes as long as a segment; without one
@@ -64,32 +65,21 @@ __global__ void __launch_bounds__(ComposeThreads(kTeller), kTeller ? 1 : 2)
   const auto place = [&](int n, int e) {  // of sum[n][e] in a [K, V] matrix
     return (16 * warp + 8 * n + 2 * t + e % 2) * kTileDim + value + g + e / 2 * 8;
   };
-  // What the lane reads of its rows of a transition: four consecutive columns make two 8-wide steps of the contraction,
-  // whose index is permuted alike in both operands (index t of a step is column 4t or 4t + 2, index t + 4 the next).
-  float4 rows[2][8];
-  const auto load_rows = [&](const float* transition, int k) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float* row = transition + (16 * warp + 8 * n + g) * kTileDim + 4 * t;
-      rows[n][k] = __ldcg(reinterpret_cast<const float4*>(row + 16 * k));
-    }
+  // What the lane takes of a transition: of each 16 columns two operands of 8 keys.
+  uint4 rows[8];
+  const auto load_rows = [&](const uint32_t* transition, int k) {
+    rows[k] = __ldcg(reinterpret_cast<const uint4*>(transition) + (8 * warp + k) * 32 + lane);
   };
   // sum += P current, with P's rows in `rows`, which are then those of `next` if there is one.
-  const auto apply = [&](int parity, const float* next, float(&sum)[2][4]) {
+  const auto apply = [&](int parity, const uint32_t* next, float(&sum)[2][4]) {
     float odd[2][4] = {};  // two chains instead of one
+    const uint32_t current = SharedAddress(&s.current[parity][lane % 16][lane / 16 * 4]);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      const float4 low = *reinterpret_cast<const float4*>(&s.current[parity][g][16 * k + 4 * t]);
-      const float4 high = *reinterpret_cast<const float4*>(&s.current[parity][g + 8][16 * k + 4 * t]);
-      const uint32_t first[4] = {__float_as_uint(low.x), __float_as_uint(high.x), __float_as_uint(low.y),
-                                 __float_as_uint(high.y)};
-      const uint32_t second[4] = {__float_as_uint(low.z), __float_as_uint(high.z), __float_as_uint(low.w),
-                                  __float_as_uint(high.w)};
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        MmaTf32(sum[n], first, __float_as_uint(rows[n][k].x), __float_as_uint(rows[n][k].y));
-        MmaTf32(odd[n], second, __float_as_uint(rows[n][k].z), __float_as_uint(rows[n][k].w));
-      }
+      uint32_t values[4];
+      LoadMatrix4<0>(values, current + 32 * k);
+      MmaF16(k % 2 ? odd[0] : sum[0], values, rows[k].x, rows[k].y);
+      MmaF16(k % 2 ? odd[1] : sum[1], values, rows[k].z, rows[k].w);
       if (next != nullptr) load_rows(next, k);
     }
 #pragma unroll
@@ -99,20 +89,27 @@ __global__ void __launch_bounds__(ComposeThreads(kTeller), kTeller ? 1 : 2)
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = data.zero[place(i / 4, i % 4)];
   };
-  // The state before `segment`, whose columns [keys 8 n + 2 t and the next][value g + 4 e] are x and y.
-  const auto publish = [&](int segment, int n, int e, float x, float y) {
-    const int key = 16 * warp + 8 * n + 2 * t, column = g + 4 * e;
-    *reinterpret_cast<float2*>(&s.current[segment % 2][column][key]) = {__uint_as_float(ToTf32(x)),
-                                                                        __uint_as_float(ToTf32(y))};
-    *reinterpret_cast<uint32_t*>(border(segment).half + HalfPlace(key, value + column)) = PackF16(x, y);
-  };
+  // x: the state before `segment`, at `place`.
+  const auto publish = [&](int segment, const float(&x)[2][4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int n = i / 2, e = i % 2 * 2;
-    publish(1, n, e, border(1).in[place(n, e)], border(1).in[place(n, e + 1)]);
+    for (int e = 0; e < 4; ++e) {
+      s.current[segment % 2][g + e / 2 * 8][8 * warp + 2 * t + e % 2] = PackF16(x[0][e], x[1][e]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n = i / 2, e = i % 2 * 2, key = 16 * warp + 8 * n + 2 * t;
+      *reinterpret_cast<uint32_t*>(border(segment).half + HalfPlace(key, value + g + 4 * e)) =
+          PackF16(x[n][e], x[n][e + 1]);
+    }
+  };
+  {
+    float in[2][4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) in[i / 4][i % 4] = border(1).in[place(i / 4, i % 4)];
+    publish(1, in);
   }
   if (kTeller) ArriveAsWarp(&s.written[1], lane);
-  const auto load_all = [&](const float* transition) {
+  const auto load_all = [&](const uint32_t* transition) {
 #pragma unroll
     for (int k = 0; k < 8; ++k) load_rows(transition, k);
   };
@@ -128,8 +125,8 @@ __global__ void __launch_bounds__(ComposeThreads(kTeller), kTeller ? 1 : 2)
     if (snapshot < batch.num_snapshots && batch.snapshot_row[snapshot] < last) {
       for (; snapshot < batch.num_snapshots && batch.snapshot_row[snapshot] < last; ++snapshot) {
         StateT* to = reinterpret_cast<StateT*>(KdaStateSlot(p, batch.snapshot_slot[snapshot])) + home;
-        const float* transition =
-            split.snapshots + snapshot * static_cast<int64_t>(p.heads) * kTileDim * kTileDim + home;
+        const uint32_t* transition =
+            split.snapshots + (snapshot * static_cast<int64_t>(p.heads) + head) * kTransitionWords;
         float state[2][4];
 #pragma unroll
         for (int i = 0; i < 8; ++i) state[i / 4][i % 4] = ToFloat(to[place(i / 4, i % 4)]);
@@ -144,11 +141,7 @@ __global__ void __launch_bounds__(ComposeThreads(kTeller), kTeller ? 1 : 2)
     if (more) load_zero(border(segment + 1), next_sum);
     apply(segment % 2, more ? border(segment + 1).transition : nullptr, sum);
     if (!more) break;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int n = i / 2, e = i % 2 * 2;
-      publish(segment + 1, n, e, sum[n][e], sum[n][e + 1]);
-    }
+    publish(segment + 1, sum);
     if (kTeller) ArriveAsWarp(&s.written[segment + 1], lane);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = next_sum[i / 4][i % 4];

@@ -127,8 +127,8 @@ __device__ __forceinline__ void KdaWalkTiles(const KdaParams& p, const SequenceB
     if (++team == kTeams) team = 0, base = teams, parity ^= 1;
     while (__any_sync(kAllLanes, snapshot_row == tile.end - 1)) {
       if (transition) {
-        StoreRounded(split.snapshots + snapshot * static_cast<int64_t>(p.heads) * kTileDim * kTileDim + home, value,
-                     lane, state);
+        StoreTransition(split.snapshots + (snapshot * static_cast<int64_t>(p.heads) + head) * kTransitionWords, warp,
+                        lane, state);
       } else {
         StoreState(reinterpret_cast<StateT*>(KdaStateSlot(p, batch.snapshot_slot[snapshot])) + home, value, lane,
                    state);
@@ -139,8 +139,11 @@ __device__ __forceinline__ void KdaWalkTiles(const KdaParams& p, const SequenceB
     tile = next;
   }
   if (kSplit && (run.segment > 0 || !run.last)) {
-    float* to = run.segment == 0 ? run.border[p.heads].in : transition ? run.border->transition : run.border->zero;
-    transition ? StoreRounded(to, value, lane, state) : StoreState(to, value, lane, state);
+    if (transition) {
+      StoreTransition(run.border->transition, warp, lane, state);
+    } else {
+      StoreState(run.segment == 0 ? run.border[p.heads].in : run.border->zero, value, lane, state);
+    }
   } else if (slot >= 0) {
     StoreState(reinterpret_cast<StateT*>(KdaStateSlot(p, slot)) + home, value, lane, state);
   }

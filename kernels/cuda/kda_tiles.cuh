@@ -63,23 +63,27 @@ struct KdaOrder {
   bool given;
 };
 
+// A transition P [K, K] in fp16 as the operands of KdaComposeKernel's warps: 16 rows a warp, for each 16 columns what
+// its lanes take of them side by side. A word has columns c and c + 8 of a row.
+constexpr int kTransitionWords = kTileDim * kTileDim / 2;
+
 // How long runs of few heads are split: into segments of `tokens` tokens that are walked in parallel, the first from
 // the state, the others from zero. Their transitions are walked beside them, as a state that starts as the identity
 // and takes up no values: its outputs are the queries with which the segment's outputs depend on the state before it.
 struct KdaBorder {
   float in[kTileDim * kTileDim];                // state before the segment, [K, V]: of the second segment only
   float zero[kTileDim * kTileDim];              // state after it from zero
-  float transition[kTileDim * kTileDim];        // P [K, K] rounded to tf32: state after it = P in + zero
+  uint32_t transition[kTransitionWords];        // P [K, K]: state after it = P in + zero
   unsigned char half[kTileDim * kTileDim * 2];  // `in` as KdaCorrectKernel takes it
   alignas(256) uint32_t ready;                  // blocks that have written their part of `half`
 };
 struct KdaSplit {
-  int first;          // tokens of the first segment, a multiple of 16; 0: not split
-  int tokens;         // of the others, a multiple of 16
-  int segments;       // most of a sequence
-  KdaBorder* border;  // [sequence of the order][segments][heads]
-  float* snapshots;   // [snapshots][heads][K, K]: transitions from the segment's begin to the snapshot's row
-  uint16_t* queries;  // fp16 [tokens, heads * 128], of all segments but the first
+  int first;            // tokens of the first segment, a multiple of 16; 0: not split
+  int tokens;           // of the others, a multiple of 16
+  int segments;         // most of a sequence
+  KdaBorder* border;    // [sequence of the order][segments][heads]
+  uint32_t* snapshots;  // [snapshots][heads] transitions from the segment's begin to the snapshot's row
+  uint16_t* queries;    // fp16 [tokens, heads * 128], of all segments but the first
 
   // Offset of a segment's first token, and the segment of a token, from KdaTiles::origin.
   __device__ __forceinline__ int Begin(int segment) const { return segment == 0 ? 0 : first + (segment - 1) * tokens; }
@@ -158,12 +162,17 @@ __device__ __forceinline__ void StoreState(StateT* to, int value, int lane, cons
     }
   }
 }
-// The same rounded to tf32.
-__device__ __forceinline__ void StoreRounded(float* to, int value, int lane, const float (&state)[16][4]) {
-  float rounded[16][4];
+// The warp's 16 columns of a transition.
+__device__ __forceinline__ void StoreTransition(uint32_t* to, int warp, int lane, const float (&state)[16][4]) {
+  const int g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int i = 0; i < 64; ++i) rounded[i / 4][i % 4] = __uint_as_float(ToTf32(state[i / 4][i % 4]));
-  StoreState(to, value, lane, rounded);
+  for (int n = 0; n < 16; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = 2 * t + e;  // of 8 n .. 8 n + 7
+      to[((n / 2 * 8 + warp) * 32 + 4 * row + g % 4) * 4 + n % 2 * 2 + g / 4] = PackF16(state[n][e], state[n][e + 2]);
+    }
+  }
 }
 
 }  // namespace k3::cuda
