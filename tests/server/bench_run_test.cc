@@ -270,7 +270,7 @@ TEST(BenchRunTest, ReplaysATraceAtItsTimes) {
 
 TEST(BenchRunTest, SaysWhenThereIsNoServer) {
   std::ostringstream out, err;
-  EXPECT_EQ(RunBench({"--url", "http://127.0.0.1:1"}, out, err), 2);
+  EXPECT_EQ(RunBench({"--url", "http://127.0.0.1:1"}, out, err), 1);
   EXPECT_THAT(err.str(), HasSubstr("127.0.0.1:1"));
   EXPECT_EQ(RunBench({"--workload", "trace", "--trace", "/nonexistent"}, out, err), 2);
   EXPECT_THAT(err.str(), HasSubstr("/nonexistent"));
