@@ -41,35 +41,36 @@ __global__ void FillBitsKernel(uint8_t* to, int64_t count, uint64_t seed) {
 
 // One thread a lane of a piece (mxfp4_layout.h).
 __global__ void RepackMxfp4Kernel(const uint8_t* rows, const uint8_t* scales, int64_t lanes, int cols, uint4* to,
-                                  uint32_t* to_scales, int* rare_scales) {
+                                  uint32_t* to_scales, Mxfp4ScalesFound* found) {
   const int pieces = Mxfp4Pieces(cols);
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < lanes; i += step) {
     const int g = i % 32 / 4, t = i % 4;
     const int64_t piece = i / 32, row = piece / pieces * kMxfp4Rows + g;
-    const int k = static_cast<int>(piece % pieces) * kMxfp4Inputs + 8 * t;
+    const int k = static_cast<int>(piece % pieces) * kMxfp4Inputs;
     uint32_t spread[4][2] = {}, scale = 0;  // of each word: the codes of both rows
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      if (k + 32 * part >= cols) break;
+    for (int s = 0; s < 4; ++s) {
+      if (k + 16 * s >= cols) break;
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
-        const int64_t at = (row + 8 * upper) * cols + k + 32 * part;
-        const uint32_t codes = *reinterpret_cast<const uint32_t*>(rows + at / 2);
-        scale |= static_cast<uint32_t>(scales[at / 32]) << (16 * upper + 8 * part);
+        const int64_t at = (row + 8 * upper) * cols + k + 16 * s;
+        if (s % 2 == 0) scale |= static_cast<uint32_t>(scales[at / 32]) << (16 * upper + 4 * s);
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          spread[2 * part + e / 4][upper] |= (codes >> (4 * e) & 15) << (8 * (e % 4));
+        for (int byte = 0; byte < 4; ++byte) {
+          const int input = Mxfp4InputOf(t, byte);
+          spread[s][upper] |= (rows[(at + input) / 2] >> (4 * (input % 2)) & 15u) << (8 * byte);
         }
       }
     }
     to[i] = make_uint4(Mxfp4Word(spread[0]), Mxfp4Word(spread[1]), Mxfp4Word(spread[2]), Mxfp4Word(spread[3]));
     if (t == 0) to_scales[piece * 8 + g] = scale;
-    bool rare = false;
 #pragma unroll
-    for (int byte = 0; byte < 4; ++byte) rare |= !Mxfp4ScaleIsCommon(scale >> (8 * byte) & 255);
-    if (k + 32 < cols ? rare : !Mxfp4ScaleIsCommon(scale & 255) || !Mxfp4ScaleIsCommon(scale >> 16 & 255)) {
-      *rare_scales = 1;
+    for (int byte = 0; byte < 4; ++byte) {
+      if (byte % 2 == 1 && k + 32 >= cols) continue;
+      const uint32_t code = scale >> (8 * byte) & 255;
+      if (!Mxfp4ScaleIsCommon(code)) found->rare = 1;
+      if (Mxfp4ScaleIsLarge(code)) found->large = 1;
     }
   }
 }
@@ -142,12 +143,12 @@ void TileWeights(const void* from, int64_t rows, int64_t cols, void* to, cudaStr
 }
 
 void RepackMxfp4(const void* rows, const void* scales, int64_t count, int64_t cols, void* to, void* to_scales,
-                 int* rare_scales, cudaStream_t queue) {
+                 Mxfp4ScalesFound* found, cudaStream_t queue) {
   const int64_t lanes = count / kMxfp4Rows * Mxfp4Pieces(cols) * 32;
   if (lanes == 0) return;
   Launch(&RepackMxfp4Kernel, Spread(lanes), queue, "RepackMxfp4", static_cast<const uint8_t*>(rows),
          static_cast<const uint8_t*>(scales), lanes, static_cast<int>(cols), static_cast<uint4*>(to),
-         static_cast<uint32_t*>(to_scales), rare_scales);
+         static_cast<uint32_t*>(to_scales), found);
 }
 
 }  // namespace k3::cuda

@@ -1,6 +1,7 @@
 #include "kernels/cuda/experts.h"
 
 #include <string>
+#include <vector>
 
 #include "kernels/core/random_weights.h"
 #include "kernels/cuda/convert.h"
@@ -24,12 +25,6 @@ void CheckShape(const HostTensor& tensor, int64_t rows, int64_t cols, bool bytes
 }
 
 }  // namespace
-
-void* ExpertMaker::Space(size_t bytes) {
-  std::lock_guard lock(mutex_);
-  if (spaces_.empty() || spaces_.back().bytes() < bytes) spaces_.emplace_back(device_.ordinal, bytes);
-  return spaces_.back().data();
-}
 
 std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const HostExpert> experts) {
   auto made = std::make_unique<CudaExperts>();
@@ -61,20 +56,15 @@ std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const 
   made->w13 = DeviceMemory(device_.ordinal, count * size13);
   made->w2 = DeviceMemory(device_.ordinal, count * size2);
   DeviceMemory rows, scales;  // one matrix before it is brought into its order
-  DeviceMemory rare_scales;   // an int
+  DeviceMemory found;         // Mxfp4ScalesFound
   if (tiled) rows = DeviceMemory(device_.ordinal, static_cast<size_t>(2 * inner * row13));
   if (packed) {
-    rare_scales = DeviceMemory(device_.ordinal, sizeof(int));
-    K3_CUDA(cudaMemsetAsync(rare_scales.data(), 0, sizeof(int), cudaStreamPerThread));
+    found = DeviceMemory(device_.ordinal, sizeof(Mxfp4ScalesFound));
+    K3_CUDA(cudaMemsetAsync(found.data(), 0, sizeof(Mxfp4ScalesFound), cudaStreamPerThread));
     made->w13_scale = DeviceMemory(device_.ordinal, count * pieces13 * kMxfp4PieceScaleBytes);
     made->w2_scale = DeviceMemory(device_.ordinal, count * pieces2 * kMxfp4PieceScaleBytes);
     rows = DeviceMemory(device_.ordinal, static_cast<size_t>(inner * in));
     scales = DeviceMemory(device_.ordinal, static_cast<size_t>(2 * inner * in / 32));
-    made->expanded_experts = std::min<int32_t>(made->count, kExpandedExperts);
-    if (device_.act == DType::kBF16) {
-      const int64_t elements = TiledElements(2 * inner, in) + TiledElements(in, inner);
-      made->expanded = Space(static_cast<size_t>(made->expanded_experts * elements) * sizeof(uint16_t));
-    }
   }
   made->bytes = made->w13.bytes() + made->w2.bytes() + made->w13_scale.bytes() + made->w2_scale.bytes();
 
@@ -129,7 +119,7 @@ std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const 
     CheckShape(expert.w3_scale, inner, in / 32, true);
     CheckShape(expert.w2_scale, in, inner / 32, true);
     const auto repack = [&](int64_t count, int64_t cols, char* to, char* to_scales) {
-      RepackMxfp4(rows.data(), scales.data(), count, cols, to, to_scales, static_cast<int*>(rare_scales.data()),
+      RepackMxfp4(rows.data(), scales.data(), count, cols, to, to_scales, static_cast<Mxfp4ScalesFound*>(found.data()),
                   cudaStreamPerThread);
       K3_CUDA(cudaStreamSynchronize(cudaStreamPerThread));  // `rows` and `scales` are used again
     };
@@ -144,12 +134,14 @@ std::unique_ptr<ExpertWeights> ExpertMaker::Make(int32_t first, std::span<const 
                     [&](const HostTensor& scale) { uploader_.Upload(scale, to_scales, type); });
     repack(in, inner, w2, static_cast<char*>(made->w2_scale.data()) + e * pieces2 * kMxfp4PieceScaleBytes);
   }
-  int rare = 0;
+  Mxfp4ScalesFound scales_found = {};
   if (packed) {
-    K3_CUDA(cudaMemcpyAsync(&rare, rare_scales.data(), sizeof(int), cudaMemcpyDeviceToHost, cudaStreamPerThread));
+    K3_CUDA(cudaMemcpyAsync(&scales_found, found.data(), sizeof(scales_found), cudaMemcpyDeviceToHost,
+                            cudaStreamPerThread));
   }
   K3_CUDA(cudaStreamSynchronize(cudaStreamPerThread));
-  made->rare_scales = rare != 0;
+  made->rare_scales = scales_found.rare != 0;
+  made->large_scales = scales_found.large != 0;
   return made;
 }
 

@@ -44,7 +44,7 @@ __device__ __forceinline__ void GroupMmaWait() {
 template <int N, bool kTransposedB = false, bool kTransposedA = false, int kFirst = 0, int kSums>
 __device__ __forceinline__ void GroupMma(float (&d)[kSums], uint64_t a, uint64_t b, bool accumulate = true);
 // a in registers, as MmaBf16 takes it.
-template <int N, bool kTransposedB = false, int kSums>
+template <int N, bool kTransposedB = false, int kFirst = 0, int kSums>
 __device__ __forceinline__ void GroupMma(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b, bool accumulate = true);
 
 // a and b in fp16, plain, in shared memory.
@@ -150,8 +150,21 @@ K3_GROUP_MMA(232, 116, "%116", "%117", "%118", "%119", "%120")
 K3_GROUP_MMA(240, 120, "%120", "%121", "%122", "%123", "%124")
 K3_GROUP_MMA(248, 124, "%124", "%125", "%126", "%127", "%128")
 K3_GROUP_MMA(256, 128, "%128", "%129", "%130", "%131", "%132")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 32, 16, "%16, %17, %18, %19", "%20", "%21", "%22")
 K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 64, 32, "%32, %33, %34, %35", "%36", "%37", "%38")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 96, 48, "%48, %49, %50, %51", "%52", "%53", "%54")
 K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 128, 64, "%64, %65, %66, %67", "%68", "%69", "%70")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 136, 68, "%68, %69, %70, %71", "%72", "%73", "%74")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 144, 72, "%72, %73, %74, %75", "%76", "%77", "%78")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 152, 76, "%76, %77, %78, %79", "%80", "%81", "%82")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 160, 80, "%80, %81, %82, %83", "%84", "%85", "%86")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 192, 96, "%96, %97, %98, %99", "%100", "%101", "%102")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 208, 104, "%104, %105, %106, %107", "%108", "%109", "%110")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 216, 108, "%108, %109, %110, %111", "%112", "%113", "%114")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 224, 112, "%112, %113, %114, %115", "%116", "%117", "%118")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 232, 116, "%116, %117, %118, %119", "%120", "%121", "%122")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 240, 120, "%120, %121, %122, %123", "%124", "%125", "%126")
+K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 248, 124, "%124, %125, %126, %127", "%128", "%129", "%130")
 K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 256, 128, "%128, %129, %130, %131", "%132", "%133", "%134")
 K3_GROUP_MMA_OF(GroupMmaF16_, "f16", 128, 64, "%64", "%65", "%66", "%67", "%68")
 K3_GROUP_MMA_REGISTERS(GroupMmaF16_, "f16", 32, 16, "%16, %17, %18, %19", "%20", "%21", "%22")
@@ -238,12 +251,25 @@ __device__ __forceinline__ void GroupMma(float (&d)[kSums], uint64_t a, uint64_t
   if constexpr (N == 256) GroupMma256<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
 }
 
-template <int N, bool kTransposedB, int kSums>
+template <int N, bool kTransposedB, int kFirst, int kSums>
 __device__ __forceinline__ void GroupMma(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  static_assert(N / 2 <= kSums);
-  if constexpr (N == 64) GroupMma64<kTransposedB>(d, a, b, accumulate);
-  if constexpr (N == 128) GroupMma128<kTransposedB>(d, a, b, accumulate);
-  if constexpr (N == 256) GroupMma256<kTransposedB>(d, a, b, accumulate);
+  static_assert(kFirst + N / 2 <= kSums);
+  if constexpr (N == 32) GroupMma32<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 64) GroupMma64<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 96) GroupMma96<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 128) GroupMma128<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 136) GroupMma136<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 144) GroupMma144<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 152) GroupMma152<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 160) GroupMma160<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 192) GroupMma192<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 208) GroupMma208<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 216) GroupMma216<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 224) GroupMma224<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 232) GroupMma232<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 240) GroupMma240<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 248) GroupMma248<kTransposedB>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 256) GroupMma256<kTransposedB>(d + kFirst, a, b, accumulate);
 }
 
 template <int N>

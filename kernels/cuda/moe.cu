@@ -4,7 +4,7 @@
 #include "kernels/cuda/moe_rows.cuh"
 #include "kernels/cuda/moe_stream.cuh"
 #include "kernels/cuda/moe_stream_mxfp4.cuh"
-#include "kernels/cuda/moe_tile.cuh"
+#include "kernels/cuda/moe_tile_mxfp4.cuh"
 #include "kernels/cuda/moe_vector.h"
 #include "kernels/cuda/mxfp8.cuh"
 #include "kernels/cuda/op_table.h"
@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kMaxPairs = 131072;  // (token, j) pairs worked on together: bounds h and y
 constexpr int64_t kStreamPicks = 24;   // mean picks an expert up to which weights are streamed per pick group
 
-constexpr int64_t kManyPairs = 4096;  // from here on many blocks plan
+constexpr int64_t kManyPairs = kMoePlanHeld * kMoePlanThreads;  // from here on many blocks plan
 
 int64_t BlockTokens(int64_t tokens, int64_t top_k) { return std::min(tokens, std::max<int64_t>(1, kMaxPairs / top_k)); }
 
@@ -40,6 +40,7 @@ struct MoeScratch {
     const int64_t pairs = BlockTokens(tokens, top_k) * top_k;
     plan.expert_begin = ints(experts + 1);
     plan.tile_begin = ints(experts + 1);
+    plan.group_begin = ints(experts);
     plan.groups = static_cast<MoeGroup*>(take((experts + pairs / 8) * static_cast<int64_t>(sizeof(MoeGroup))));
     plan.group_count = ints(1);
     plan.pick_of = ints(pairs);
@@ -112,12 +113,11 @@ void RoundRows(const Matrix<const T>& from, int64_t rows, int64_t cols, const in
          "RoundRows", from, rows, static_cast<int>(cols), begin, end, static_cast<T*>(to));
 }
 
-// What the second product of experts [first, last) reads, in place.
+// What the second product reads, in place.
 template <typename T>
-void RoundInner(const CudaExperts& experts, const MoeBlock& block, const MoeScratch& scratch, int first, int last,
-                cudaStream_t queue) {
+void RoundInner(const CudaExperts& experts, const MoeBlock& block, const MoeScratch& scratch, cudaStream_t queue) {
   RoundRows<T>({static_cast<const T*>(scratch.h), experts.inner}, block.pairs(), experts.inner,
-               scratch.plan.expert_begin + first, scratch.plan.expert_begin + last, scratch.h, queue);
+               scratch.plan.expert_begin, scratch.plan.expert_begin + experts.count, scratch.h, queue);
 }
 
 // The step's rows rounded, where the outputs of the experts will be.
@@ -166,13 +166,20 @@ void Stream(const StreamArgs& args, const Mxfp4View& weights, const Mxfp4Inputs&
   LaunchStream<4, 2, kUp, kRareScales>(args, weights, inputs, active, queue);
 }
 template <bool kUp>
-void Stream(const CudaExperts& experts, const StreamArgs& args, const Mxfp4View& weights, const Mxfp4Inputs& inputs,
-            int columns, int64_t groups, int64_t active, cudaStream_t queue) {
-  Launch(&Mxfp4InputsKernel<kUp>,
-         {.grid = dim3(static_cast<unsigned>(groups), static_cast<unsigned>(8 * columns)),
-          .block = dim3(kMxfp4InputThreads),
-          .early = true},
-         queue, "Mxfp4Inputs", args, columns, inputs);
+void Stream(const CudaExperts& experts, const MoeBlock& block, const StreamArgs& args, const Mxfp4View& weights,
+            const Mxfp4Inputs& inputs, bool early_rows, int columns, int64_t active, cudaStream_t queue) {
+  const Mxfp4Choices choices{.ids = block.ids,
+                             .top_k = block.top_k,
+                             .first = experts.first,
+                             .experts = experts.count,
+                             .group_picks = 8 * columns,
+                             .early = early_rows};
+  const int64_t groups = active + block.pairs() / (8 * columns);
+  const dim3 grid =
+      kUp ? dim3(static_cast<unsigned>(block.tokens), static_cast<unsigned>(std::min(block.top_k, kMxfp4InputShares)))
+          : dim3(static_cast<unsigned>(groups), static_cast<unsigned>(8 * columns));
+  Launch(&Mxfp4InputsKernel<kUp>, {.grid = grid, .block = dim3(kMxfp4InputThreads<kUp>), .early = true}, queue,
+         "Mxfp4Inputs", args, choices, columns, inputs);
   experts.rare_scales ? Stream<kUp, true>(args, weights, inputs, columns, active, queue)
                       : Stream<kUp, false>(args, weights, inputs, columns, active, queue);
 }
@@ -187,10 +194,9 @@ Mxfp4View PackedWeights(const CudaExperts& experts) {
 
 template <bool kUp>
 void StreamProduct(const CudaExperts& experts, const MoeBlock& block, const StreamArgs& args, const Mxfp4Inputs& inputs,
-                   int columns, int64_t active, cudaStream_t queue) {
+                   bool early_rows, int columns, int64_t active, cudaStream_t queue) {
   if (experts.form == ExpertForm::kMxfp4) {
-    const int64_t groups = active + block.pairs() / (8 * columns);
-    return Stream<kUp>(experts, args, PackedWeights<kUp>(experts), inputs, columns, groups, active, queue);
+    return Stream<kUp>(experts, block, args, PackedWeights<kUp>(experts), inputs, early_rows, columns, active, queue);
   }
   const DeviceMemory& data = kUp ? experts.w13 : experts.w2;
   const TiledStream weights{static_cast<const bf16*>(data.data()), WeightTilesAcross(args.in)};
@@ -207,90 +213,83 @@ void Streamed(const MoeExpertsParams& p, const CudaExperts& experts, const MoeBl
   args.out = static_cast<int>(2 * experts.inner);
   args.x = AsMatrix<const bf16>(p.mxfp8_inputs ? RoundedRows<bf16>(block, scratch, queue) : block.x);
   args.y = static_cast<bf16*>(scratch.h);
-  StreamProduct<true>(experts, block, args, scratch.inputs, columns, active, queue);
-  if (p.mxfp8_inputs) RoundInner<bf16>(experts, block, scratch, 0, experts.count, queue);
+  StreamProduct<true>(experts, block, args, scratch.inputs, !p.mxfp8_inputs, columns, active, queue);
+  if (p.mxfp8_inputs) RoundInner<bf16>(experts, block, scratch, queue);
   args.in = static_cast<int>(experts.inner);
   args.out = static_cast<int>(experts.in);
   args.x = {static_cast<const bf16*>(scratch.h), experts.inner};
   args.y = static_cast<bf16*>(scratch.y);
-  StreamProduct<false>(experts, block, args, scratch.inputs, columns, active, queue);
+  StreamProduct<false>(experts, block, args, scratch.inputs, false, columns, active, queue);
 }
 
-// `early`: see LaunchShape; the launch before wrote no weights.
-void LaunchTiles(const Device& device, const TileArgs& args, int64_t pairs, bool early, cudaStream_t queue) {
-  const int64_t experts = args.expert_end - args.expert_begin;
+// Of all experts; args says which products.
+void LaunchTiles(const Device& device, const CudaExperts& experts, const TileArgs& args, int64_t pairs,
+                 cudaStream_t queue) {
   // Every expert may have a tile that is not full.
-  const int64_t tiles = (CeilDiv(pairs, kMoeTilePicks) + std::min<int64_t>(experts, pairs)) *
+  const int64_t tiles = (CeilDiv(pairs, kMoeTilePicks) + std::min<int64_t>(experts.count, pairs)) *
                         std::max(CeilDiv(2 * args.inner, kTilePairRows), CeilDiv(args.width, kTilePairRows));
   const int fetch = args.weights_once ? 128 : 256;
   const auto boxes = [&](const void* data, int64_t cols, int box_rows, int box_cols = kTileDepth) {
     return MatrixBoxes(data, 1, pairs, cols, box_rows, box_cols, fetch);
   };
-  TileMaps maps;
+  Mxfp4TileMaps maps;
   maps.rows = boxes(args.rows, args.width, kTileBoxPicks);
   maps.h = boxes(args.h, args.inner, kTileBoxPicks);
   maps.few_rows = boxes(args.rows, args.width, kTileBoxFew);
   maps.few_h = boxes(args.h, args.inner, kTileBoxFew);
   maps.h_results = boxes(args.h, args.inner, kTileBoxOut, kTileOutColumns<true>);
   maps.y_results = boxes(args.rows, args.width, kTileBoxOut, kTileOutColumns<false>);
-  LaunchShape shape{.grid = dim3(kTilePair),
-                    .block = dim3(kTileThreads),
-                    .shared = sizeof(TileShared),
-                    .cluster = kTilePair,
-                    .early = early,
-                    .together = true};
-  static const int resident = ResidentClusters(&MoeTileKernel, shape, "MoeTile");
-  shape.grid.x *= static_cast<unsigned>(std::min<int64_t>({tiles, device.multiprocessors / kTilePair, resident}));
-  Launch(&MoeTileKernel, shape, queue, "MoeTile", maps, args);
+  const auto launch = [&]<typename Shared>(const Shared*) {
+    LaunchShape shape{.grid = dim3(kTilePair),
+                      .block = dim3(kTileThreads),
+                      .shared = sizeof(Shared),
+                      .cluster = kTilePair,
+                      .early = true,
+                      .together = true};
+    static const int resident = ResidentClusters(&MoeTileKernel<Shared>, shape, "MoeTile");
+    shape.grid.x *= static_cast<unsigned>(std::min<int64_t>({tiles, device.multiprocessors / kTilePair, resident}));
+    Launch(&MoeTileKernel<Shared>, shape, queue, "MoeTile", maps, args);
+  };
+  if (experts.form == ExpertForm::kTiled) return launch(static_cast<PlainTileShared*>(nullptr));
+  const auto pieces = [&](const void* data, int64_t rows, int64_t cols, int bytes) {
+    return PairBoxes(data, experts.count, rows / kMxfp4Rows, Mxfp4Pieces(cols) * int64_t{bytes / 2}, bytes / 2);
+  };
+  maps.w13 = pieces(experts.w13.data(), 2 * args.inner, args.width, kMxfp4PieceBytes);
+  maps.w2 = pieces(experts.w2.data(), args.width, args.inner, kMxfp4PieceBytes);
+  maps.scales13 = pieces(experts.w13_scale.data(), 2 * args.inner, args.width, kMxfp4PieceScaleBytes);
+  maps.scales2 = pieces(experts.w2_scale.data(), args.width, args.inner, kMxfp4PieceScaleBytes);
+  launch(static_cast<Mxfp4TileShared*>(nullptr));
 }
 
 void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& block,
            const MoeScratch& scratch, cudaStream_t queue) {
-  const bool packed = experts.form == ExpertForm::kMxfp4;
-  const int group = packed ? experts.expanded_experts : experts.count;
-  const int64_t size13 = TiledElements(2 * experts.inner, experts.in);
   TileArgs args;
   args.plan = scratch.plan;
+  args.experts = experts.count;
   args.width = static_cast<int>(experts.in);
   args.inner = static_cast<int>(experts.inner);
   args.weights_once = block.pairs() <= int64_t{kMoeTilePicks} * experts.count;
   args.activation = p.activation;
   args.rows = static_cast<bf16*>(scratch.y);
   args.h = static_cast<bf16*>(scratch.h);
+  if (experts.form == ExpertForm::kTiled) {
+    args.w13 = static_cast<const bf16*>(experts.w13.data());
+    args.w2 = static_cast<const bf16*>(experts.w2.data());
+  }
   Launch(p.mxfp8_inputs ? &MoePermuteKernel<true> : &MoePermuteKernel<false>,
          {.grid = dim3(static_cast<unsigned>(block.tokens)),
           .block = dim3(static_cast<unsigned>(std::min<int64_t>(512, RoundUp(experts.in / 8, 32)))),
           .early = true},
          queue, "MoePermute", AsMatrix<const bf16>(block.x), static_cast<const int*>(scratch.plan.pick_of), block.top_k,
          args.width, args.rows);
-  for (int first = 0; first < experts.count; first += group) {
-    const int last = std::min<int>(experts.count, first + group);
-    args.w13 = static_cast<const bf16*>(experts.w13.data());
-    args.w2 = static_cast<const bf16*>(experts.w2.data());
-    if (packed) {
-      bf16* space = static_cast<bf16*>(experts.expanded);
-      const auto expand = [&](const Mxfp4View& weights, int64_t rows, int64_t cols, bf16* to) {
-        const int64_t lanes = rows / kMxfp4Rows * weights.pieces * 32;
-        const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(CeilDiv(lanes, 256), 1024));
-        Launch(&Mxfp4ExpandKernel, {.grid = dim3(blocks, static_cast<unsigned>(last - first)), .block = dim3(256)},
-               queue, "Mxfp4Expand", weights, scratch.plan, first, static_cast<int>(rows), static_cast<int>(cols), to);
-      };
-      expand(PackedWeights<true>(experts), 2 * experts.inner, experts.in, space);
-      expand(PackedWeights<false>(experts), experts.in, experts.inner, space + group * size13);
-      args.w13 = space;
-      args.w2 = space + group * size13;
-    }
-    args.expert_begin = first;
-    args.expert_end = last;
-    args.up = true;
-    args.down = !p.mxfp8_inputs;
-    LaunchTiles(device, args, block.pairs(), !packed, queue);
-    if (args.down) continue;
-    RoundInner<bf16>(experts, block, scratch, first, last, queue);
-    args.up = false;
-    args.down = true;
-    LaunchTiles(device, args, block.pairs(), true, queue);
-  }
+  args.up = true;
+  args.down = !p.mxfp8_inputs;
+  LaunchTiles(device, experts, args, block.pairs(), queue);
+  if (args.down) return;
+  RoundInner<bf16>(experts, block, scratch, queue);
+  args.up = false;
+  args.down = true;
+  LaunchTiles(device, experts, args, block.pairs(), queue);
 }
 
 template <typename T, typename Weights>
@@ -303,7 +302,7 @@ void AnyOf(const MoeExpertsParams& p, const CudaExperts& experts, const Weights&
   const MatrixView x = p.mxfp8_inputs ? RoundedRows<T>(block, scratch, queue) : block.x;
   Launch(&MoeUpAnyKernel<T, Weights>, shape, queue, "MoeUpAny", AsMatrix<const T>(x), w13, int{experts.interleave},
          p.activation, scratch.plan, int{experts.count}, in, inner, static_cast<T*>(scratch.h));
-  if (p.mxfp8_inputs) RoundInner<T>(experts, block, scratch, 0, experts.count, queue);
+  if (p.mxfp8_inputs) RoundInner<T>(experts, block, scratch, queue);
   shape.grid.x = static_cast<unsigned>(CeilDiv(in, kMoeAnyWarps));
   Launch(&MoeDownAnyKernel<T, Weights>, shape, queue, "MoeDownAny", static_cast<const T*>(scratch.h), w2, scratch.plan,
          int{experts.count}, in, inner, static_cast<T*>(scratch.y));
@@ -376,7 +375,9 @@ void MoeExperts(const Device& device, const MoeExpertsParams& p, cudaStream_t qu
   const bool fast = experts->count > 0 && device.act == DType::kBF16 && experts->interleave == 8 && in % 32 == 0 &&
                     experts->inner % 32 == 0 && RowsAligned16(p.x);
   int64_t step = BlockTokens(tokens, p.top_k);
-  if (fast && device.batch_invariant && experts->form == ExpertForm::kMxfp4) {
+  // Scales that no trained weights have: what is right for few tokens is right for many.
+  const bool always_streamed = device.batch_invariant || experts->large_scales;
+  if (fast && always_streamed && experts->form == ExpertForm::kMxfp4) {
     // As many pairs as the scratch has room for the inputs of.
     step = std::min(step, std::max<int64_t>(1, kStreamPicks * experts->count / p.top_k));
   }
@@ -389,7 +390,7 @@ void MoeExperts(const Device& device, const MoeExpertsParams& p, cudaStream_t qu
     block.ids = p.ids + begin * p.top_k;
     block.weights = p.weights + begin * p.top_k;
     const bool few = block.pairs() <= kStreamPicks * experts->count;
-    const bool streamed = fast && (few || device.batch_invariant);
+    const bool streamed = fast && (few || always_streamed);
     const int columns = streamed ? StreamColumns(*experts, block) : 0;
     Plan(*experts, block, columns, scratch, queue);
     if (streamed) {

@@ -33,6 +33,7 @@ __device__ __forceinline__ MoeGroup EarlyGroup(const MoeGroup* group) {
 struct MoePlan {
   int* expert_begin;  // [experts + 1] first pick of each local expert
   int* tile_begin;    // [experts + 1] first tile of each local expert
+  int* group_begin;   // [experts] first group of each local expert
   MoeGroup* groups;   // [experts + pairs / 8] by expert, of up to PlanArgs::group_picks picks
   int* group_count;   // [1]
   int* pick_of;       // [tokens * top_k] pick of (token, j), -1 where the expert is not local
@@ -83,6 +84,7 @@ __device__ __forceinline__ void LayOutPicks(const PlanArgs& args, int* shared, b
     if (e < args.experts && writes) {
       plan.expert_begin[e] = pick_end - count;
       plan.tile_begin[e] = tile_end - own_tiles;
+      plan.group_begin[e] = group_begin;
       for (int i = 0; i < own_groups; ++i) {
         const int first = i * args.group_picks;
         plan.groups[group_begin + i] = {e, pick_end - count + first, min(args.group_picks, count - first)};
@@ -114,16 +116,38 @@ __device__ __forceinline__ void PlacePicks(const PlanArgs& args, int begin, int 
   }
 }
 
-// The plan by one block. Shared memory: [experts] counters, 33 ints.
+// The plan by one block, for up to kMoePlanHeld pairs a thread. Shared memory: [experts] counters, 33 ints.
+constexpr int kMoePlanHeld = 4;
 __global__ void MoePlanKernel(PlanArgs args) {
+  int* counter = DynamicShared<int>();
+  for (int e = threadIdx.x; e < args.experts; e += blockDim.x) counter[e] = 0;
+  __syncthreads();
   GridDependencyWait();
   GridDependencyRelease();
-  int* counter = DynamicShared<int>();
-  CountPicks(args, 0, args.pairs, counter);
+  // The order within an expert is free: no sum runs over picks of different tokens.
+  int expert[kMoePlanHeld], number[kMoePlanHeld];
+#pragma unroll
+  for (int i = 0; i < kMoePlanHeld; ++i) {
+    const int pair = threadIdx.x + i * blockDim.x;
+    expert[i] = pair < args.pairs ? args.ids[pair] - args.first : -1;
+  }
+#pragma unroll
+  for (int i = 0; i < kMoePlanHeld; ++i) {
+    if (expert[i] >= args.experts) expert[i] = -1;
+    number[i] = expert[i] >= 0 ? atomicAdd(&counter[expert[i]], 1) : 0;
+  }
+  __syncthreads();
   LayOutPicks(
       args, counter + args.experts, true, [&](int e) { return counter[e]; },
       [&](int e, int pick) { counter[e] = pick; });
-  PlacePicks(args, 0, args.pairs, counter);
+#pragma unroll
+  for (int i = 0; i < kMoePlanHeld; ++i) {
+    const int pair = threadIdx.x + i * blockDim.x;
+    if (pair >= args.pairs) break;
+    const int pick = expert[i] >= 0 ? counter[expert[i]] + number[i] : -1;
+    if (pick >= 0) args.plan.token_of[pick] = pair / args.top_k;
+    args.plan.pick_of[pair] = pick;
+  }
 }
 
 // The plan of many pairs, in two launches of kMoePlanBlocks blocks: they count, then place the pairs they had counted,

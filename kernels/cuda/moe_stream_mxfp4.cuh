@@ -9,8 +9,8 @@
 // straight into A fragments, products of 32 inputs are scaled as they are added up in fp32.
 //
 // Inputs are brought into the form of the B operand before: for each group of picks its image, for every 128 inputs and
-// 8 picks an atom (group_mma.cuh) of the first values and one of the second. The order of inputs within 32 is that of
-// the A fragments: inputs 8 t + 4 i .. + 3 are at 16 i + 4 t.
+// 8 picks an atom (group_mma.cuh) of the first values and one of the second. The order of inputs within 16 is that of
+// the A fragments (Mxfp4ColumnOf).
 namespace k3::cuda {
 
 constexpr int kMxfp4AtomInputs = 128;
@@ -28,79 +28,134 @@ struct Mxfp4Inputs {
 // Whole chunks; inputs past the last are zero.
 constexpr int Mxfp4Chunks(int64_t in) { return static_cast<int>((in + kMxfp4ChunkInputs - 1) / kMxfp4ChunkInputs); }
 
-constexpr int kMxfp4InputThreads = 128;
-
-// Images of the picks' inputs. Grid (groups at most, picks of a group), a block a pick.
+// So few of picks, of which there are more, that all blocks are there before the launch before has ended, and with them
+// the first blocks of the next.
 template <bool kUp>
-__global__ void __launch_bounds__(kMxfp4InputThreads)
-    Mxfp4InputsKernel(StreamArgs args, int columns, Mxfp4Inputs inputs) {
-  constexpr int kHeld = 4;  // pieces of 8 inputs that a thread keeps; further ones are read twice
-  constexpr int kStride = 8 * kMxfp4InputThreads;
-  if constexpr (kUp) GridDependencyWait();
-  GridDependencyRelease();
-  if constexpr (!kUp) GridDependencyWait();
-  const int number = blockIdx.x, local = blockIdx.y;
-  const MoeGroup group = args.plan.groups[number];  // means nothing if there is no such group
-  // Sums of columns without a pick are never looked at.
-  if (number >= *args.plan.group_count || local >= group.count) return;
-  const int pick = group.begin + local;
-  const bf16* row = args.x.Row(kUp ? args.plan.token_of[pick] : pick);
-  const auto load = [&](int k) { return k < args.in ? *reinterpret_cast<const uint4*>(row + k) : uint4{}; };
-  uint4 held[kHeld];
+constexpr int kMxfp4InputThreads = kUp ? 128 : 64;
+constexpr int kMxfp4InputShares = 4;  // blocks that share a token's picks
+
+// The picks of tokens as the router left them.
+struct Mxfp4Choices {
+  const int32_t* ids;  // [tokens][top_k]
+  int top_k;
+  int first, experts;  // local experts
+  int group_picks;
+  bool early;  // the tokens' rows were written before the plan
+};
+
+// Images of the picks' inputs. kUp: of tokens, grid (tokens, kMxfp4InputShares at most), while the plan is made. Else
+// of picks, grid (groups at most, picks of a group).
+template <bool kUp>
+__global__ void __launch_bounds__(kMxfp4InputThreads<kUp>)
+    Mxfp4InputsKernel(StreamArgs args, Mxfp4Choices choices, int columns, Mxfp4Inputs inputs) {
+  constexpr int kThreads = kMxfp4InputThreads<kUp>, kStride = 16 * kThreads;
+  constexpr int kHeld = 4096 / kStride;  // pieces of 16 inputs that a thread keeps; further ones are read again
+  struct Piece {
+    uint4 half[2];
+  };
+  int number = blockIdx.x, local = blockIdx.y, pick = 0;
+  if constexpr (kUp) {
+    if (!choices.early) GridDependencyWait();
+  } else {
+    GridDependencyRelease();
+    // The plan ended before the launch before released this one.
+    const MoeGroup group = EarlyGroup(args.plan.groups + number);  // means nothing if there is no such group
+    const bool exists = number < __ldcg(args.plan.group_count) && local < group.count;
+    GridDependencyWait();
+    if (!exists) return;  // sums of columns without a pick are never looked at
+    pick = group.begin + local;
+  }
+  const bf16* row = args.x.Row(kUp ? blockIdx.x : pick);
+  const auto load = [&](int k) {
+    const uint4* from = reinterpret_cast<const uint4*>(row + k);
+    return k < args.in ? Piece{from[0], from[1]} : Piece{};
+  };
+  Piece held[kHeld];
   uint32_t largest = 0;  // its bits: NaN is beyond infinity
-  const auto look_at = [&](const uint4& piece) {
-    for (uint32_t pair : {piece.x, piece.y, piece.z, piece.w}) {
-      largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
+  const auto look_at = [&](const Piece& piece) {
+    for (const uint4& half : piece.half) {
+      for (uint32_t pair : {half.x, half.y, half.z, half.w}) {
+        largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
+      }
     }
   };
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) held[i] = load(8 * threadIdx.x + i * kStride);
+  for (int i = 0; i < kHeld; ++i) held[i] = load(16 * threadIdx.x + i * kStride);
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) look_at(held[i]);
-  for (int k = 8 * threadIdx.x + kHeld * kStride; k < args.in; k += kStride) look_at(load(k));
-  __shared__ uint32_t of_warps[kMxfp4InputThreads / 32];
+  for (int k = 16 * threadIdx.x + kHeld * kStride; k < args.in; k += kStride) look_at(load(k));
+  __shared__ uint32_t of_warps[kThreads / 32];
   largest = __reduce_max_sync(kAllLanes, largest);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kMxfp4InputThreads / 32; ++i) largest = max(largest, of_warps[i]);
+  for (int i = 0; i < kThreads / 32; ++i) largest = max(largest, of_warps[i]);
 
   // 2^exponent takes the largest to between 2^7 and 2^8, where such a factor exists.
   const int exponent = min(7 + 127 - static_cast<int>(largest >> 7), 127);
   const float scale = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
-  if (threadIdx.x == 0) {
-    inputs.factors[number * kMxfp4GroupPicks + local] =
-        __uint_as_float(largest >= 0x7f80u ? 0x7fc00000u : static_cast<uint32_t>(127 + 6 - exponent) << 23);
-  }
-  const int padded = Mxfp4Chunks(args.in) * kMxfp4ChunkInputs;
-  unsigned char* image =
-      inputs.images +
-      (static_cast<int64_t>(number) * (padded / kMxfp4AtomInputs) * columns + local / 8) * kMxfp4AtomBytes;
-  const auto store = [&](const uint4& piece, int k) {
-    const uint32_t pairs[4] = {piece.x, piece.y, piece.z, piece.w};
-    unsigned char* atom = image + static_cast<int64_t>(k / kMxfp4AtomInputs) * columns * kMxfp4AtomBytes;
+  // The first values and the second, in the same place.
+  const auto convert = [&](Piece& piece) {
+    const Piece from = piece;
+    const auto pairs = reinterpret_cast<const uint32_t(&)[2][4]>(from);
+    auto& to = reinterpret_cast<uint32_t(&)[2][4]>(piece);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int t = 0; t < 4; ++t) {
       uint32_t first = 0, second = 0;
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float low = LowBf16(pairs[2 * i + j]) * scale, high = HighBf16(pairs[2 * i + j]) * scale;
+      for (int e = 0; e < 2; ++e) {
+        // Bytes 2 e and 2 e + 1 of the lane's four (Mxfp4InputOf).
+        const float low = (e == 0 ? LowBf16(pairs[1][t]) : HighBf16(pairs[1][t])) * scale;
+        const float high = (e == 0 ? LowBf16(pairs[0][t]) : HighBf16(pairs[0][t])) * scale;
         const uint32_t both = PackE4m3(low, high);
         const float2 taken = UnpackE4m3(both);
-        first |= both << (16 * j);
-        second |= PackE4m3(low - taken.x, high - taken.y) << (16 * j);
+        first |= both << (16 * e);
+        second |= PackE4m3(low - taken.x, high - taken.y) << (16 * e);
       }
-      const int at = Swizzle128(local % 8, k % kMxfp4AtomInputs / 32 * 2 + i) + k % 32 / 2;
-      *reinterpret_cast<uint32_t*>(atom + at) = first;
-      *reinterpret_cast<uint32_t*>(atom + 1024 + at) = second;
+      to[0][t] = first;
+      to[1][t] = second;
     }
   };
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int k = 8 * threadIdx.x + i * kStride;
-    if (k < padded) store(held[i], k);
+  for (int i = 0; i < kHeld; ++i) convert(held[i]);
+  const int padded = Mxfp4Chunks(args.in) * kMxfp4ChunkInputs;
+  const auto write = [&] {
+    if (threadIdx.x == 0) {
+      inputs.factors[number * kMxfp4GroupPicks + local] =
+          __uint_as_float(largest >= 0x7f80u ? 0x7fc00000u : static_cast<uint32_t>(127 + 6 - exponent) << 23);
+    }
+    unsigned char* image =
+        inputs.images +
+        (static_cast<int64_t>(number) * (padded / kMxfp4AtomInputs) * columns + local / 8) * kMxfp4AtomBytes;
+    const auto store = [&](const Piece& piece, int k) {
+      unsigned char* to = image + static_cast<int64_t>(k / kMxfp4AtomInputs) * columns * kMxfp4AtomBytes +
+                          Swizzle128(local % 8, k % kMxfp4AtomInputs / 16);
+      *reinterpret_cast<uint4*>(to) = piece.half[0];
+      *reinterpret_cast<uint4*>(to + 1024) = piece.half[1];
+    };
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int k = 16 * threadIdx.x + i * kStride;
+      if (k < padded) store(held[i], k);
+    }
+    for (int k = 16 * threadIdx.x + kHeld * kStride; k < padded; k += kStride) {
+      Piece piece = load(k);
+      convert(piece);
+      store(piece, k);
+    }
+  };
+  if constexpr (!kUp) return write();
+  if (choices.early) GridDependencyWait();
+  GridDependencyRelease();
+  for (int j = blockIdx.y; j < choices.top_k; j += gridDim.y) {
+    const int pair = static_cast<int>(blockIdx.x) * choices.top_k + j;
+    const int expert = choices.ids[pair] - choices.first;
+    if (expert < 0 || expert >= choices.experts) continue;
+    const int place = __ldcg(args.plan.pick_of + pair) - __ldcg(args.plan.expert_begin + expert);
+    number = __ldcg(args.plan.group_begin + expert) + place / choices.group_picks;
+    local = place % choices.group_picks;
+    write();
   }
-  for (int k = 8 * threadIdx.x + kHeld * kStride; k < padded; k += kStride) store(load(k), k);
 }
 
 template <int kColumns>

@@ -42,16 +42,37 @@ __device__ __forceinline__ void StageResults(unsigned char* space, const TileArg
 }
 
 // One warp is done with a stage; both blocks may fill it.
-__device__ __forceinline__ void ReleaseStage(TileShared& s, int stage) {
+template <typename Shared>
+__device__ __forceinline__ void ReleaseStage(Shared& s, int stage) {
   if (threadIdx.x % 32 < kTilePair) BarrierArriveAt(&s.empty[stage], threadIdx.x % 32);
+}
+
+// bf16 weights (weight_tiles.h).
+struct PlainTileStage {
+  static constexpr int kWeightBytes = kTileWeightRows * 128, kRegisters = 216;
+  alignas(1024) unsigned char w[kTileDepth / kWeightTileInputs][2 * kWeightTileElements];
+  alignas(1024) unsigned char x[kMoeTilePicks * 128];
+};
+using PlainTileShared = TileShared<PlainTileStage, 4, TileMaps>;
+
+__device__ __forceinline__ void CopyTileWeights(PlainTileShared& s, const TileMaps&, const TileArgs& args,
+                                                const MoeTile& tile, int step, int stage, uint64_t policy) {
+  const int tiles_down = WeightTilesDown(tile.up ? 2 * args.inner : args.width);
+  const int steps = WeightTilesAcross(tile.up ? args.width : args.inner) / 2;
+  // Beyond the last there may be rows of the second block, whose results nobody takes.
+  const int down = min(tile.first_row / kTileWeightRows, tiles_down - 1);
+  const bf16* const from =
+      (tile.up ? args.w13 : args.w2) +
+      ((tile.expert * static_cast<int64_t>(tiles_down) + down) * steps + step) * (kTileWeightRows * kTileDepth);
+  CopyBulkHinted(s.stage[stage].w, from, PlainTileStage::kWeightBytes, &s.full[stage], policy);
 }
 
 // All steps of a tile of up to N + M picks; the sums of the last M start at kTileHalf / 2.
 template <int N, int M, int kSums>
-__device__ __forceinline__ void MultiplyTile(TileShared& s, int steps, int group, int& n, float (&sum)[kSums]) {
+__device__ __forceinline__ void MultiplySteps(PlainTileShared& s, int steps, int group, int& n, float (&sum)[kSums]) {
   for (int step = 0; step < steps; ++step, ++n) {
-    const int stage = n % kTileStages;
-    BarrierWait(&s.full[stage], n / kTileStages & 1);
+    const int stage = n % s.kStages;
+    BarrierWait(&s.full[stage], n / s.kStages & 1);
     const unsigned char* x = s.stage[stage].x;
     GroupMmaFence();
 #pragma unroll
@@ -65,24 +86,20 @@ __device__ __forceinline__ void MultiplyTile(TileShared& s, int steps, int group
     GroupMmaCommit();
     GroupMmaWait<1>();
     // The products of the step before are done with its stage.
-    if (step > 0) ReleaseStage(s, (n - 1) % kTileStages);
+    if (step > 0) ReleaseStage(s, (n - 1) % s.kStages);
   }
   GroupMmaWait<0>();
-  ReleaseStage(s, (n - 1) % kTileStages);
+  ReleaseStage(s, (n - 1) % s.kStages);
 }
 
-// One tile whose number of picks asks for columns in one piece (kHalves 1) or two.
-template <int kHalves>
-__device__ __forceinline__ void WorkTile(TileShared& s, const TileArgs& args, bool up, int count, int group, int& n) {
-  const int steps = ((up ? args.width : args.inner) + kTileDepth - 1) / kTileDepth;
-  constexpr int kSums = kHalves == 1 ? 128 : kMoeTilePicks / 2;
-  float sum[kSums];
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) sum[i] = 0;
+// All steps of a tile with columns in kHalves pieces; returns how many the first has.
+template <int kHalves, int kSums>
+__device__ __forceinline__ int MultiplyTile(PlainTileShared& s, int steps, int count, int group, int& n,
+                                            float (&sum)[kSums]) {
   int half = kTileHalf;
   const auto multiply = [&](auto first, auto second) {
     constexpr int kFirst = decltype(first)::value, kSecond = decltype(second)::value;
-    MultiplyTile<kFirst, kSecond>(s, steps, group, n, sum);
+    MultiplySteps<kFirst, kSecond>(s, steps, group, n, sum);
     if constexpr (kSecond > 0) half = kFirst;
   };
 #define K3_TILE_CASE(N, M)                                                        \
@@ -112,15 +129,27 @@ __device__ __forceinline__ void WorkTile(TileShared& s, const TileArgs& args, bo
     K3_TILE_CASE(160, 152) { multiply(std::integral_constant<int, 160>(), std::integral_constant<int, 160>()); }
   }
 #undef K3_TILE_CASE
+  return half;
+}
+
+// One tile whose number of picks asks for columns in one piece (kHalves 1) or two.
+template <int kHalves, typename Shared>
+__device__ __forceinline__ void WorkTile(Shared& s, const TileArgs& args, bool up, int count, int group, int& n) {
+  const int steps = ((up ? args.width : args.inner) + kTileDepth - 1) / kTileDepth;
+  constexpr int kSums = kHalves == 1 ? 128 : kMoeTilePicks / 2;
+  float sum[kSums];
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sum[i] = 0;
+  const int half = MultiplyTile<kHalves>(s, steps, count, group, n, sum);
   const int own = up ? n : n + group;  // the turn whose stage is this warpgroup's space
   n += up ? kTileSpaces<true> : kTileSpaces<false>;
-  const int stage = own % kTileStages;
-  BarrierWait(&s.full[stage], own / kTileStages & 1);
+  const int stage = own % Shared::kStages;
+  BarrierWait(&s.full[stage], own / Shared::kStages & 1);
   unsigned char* space = reinterpret_cast<unsigned char*>(&s.stage[stage]);
   if (!up) {
     StageResults<false, Activation::kSwiglu>(space, args, count, half, sum);
   } else {
-    space += group * (sizeof(TileStage) / 2);
+    space += group * kTileUpSpace;
     if (args.activation.kind == Activation::kSitu) {
       StageResults<true, Activation::kSitu>(space, args, count, half, sum);
     } else {
@@ -132,14 +161,15 @@ __device__ __forceinline__ void WorkTile(TileShared& s, const TileArgs& args, bo
   if (threadIdx.x % 32 == 0) BarrierArrive(&s.ready[stage][group]);
 }
 
-__device__ __forceinline__ void MultiplyTiles(TileShared& s, const TileArgs& args) {
+template <typename Shared>
+__device__ __forceinline__ void MultiplyTiles(Shared& s, const TileArgs& args) {
   // Through a shuffle, so that the compiler knows it to be one value per warp: matrix products in branches that may
   // diverge are serialized.
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
   int n = 0;
   for (;;) {
-    BarrierWait(&s.full[n % kTileStages], n / kTileStages & 1);
-    const MoeTile& tile = s.tile[n % kTileStages];
+    BarrierWait(&s.full[n % Shared::kStages], n / Shared::kStages & 1);
+    const MoeTile& tile = s.tile[n % Shared::kStages];
     const int count = __shfl_sync(kAllLanes, tile.count, 0);
     if (count == 0) break;
     const bool up = __shfl_sync(kAllLanes, static_cast<int>(tile.up), 0) != 0;
@@ -153,12 +183,13 @@ __device__ __forceinline__ void MultiplyTiles(TileShared& s, const TileArgs& arg
 
 // Clusters of kTilePair; any grid whose blocks are all resident. What a launch reads but for `rows` was written before
 // the launch before.
+template <typename Shared>
 __global__ void __launch_bounds__(kTileThreads, 1)
-    MoeTileKernel(const __grid_constant__ TileMaps maps, const __grid_constant__ TileArgs args) {
-  TileShared& s = *DynamicShared<TileShared>();
+    MoeTileKernel(const __grid_constant__ typename Shared::Maps maps, const __grid_constant__ TileArgs args) {
+  Shared& s = *DynamicShared<Shared>();
   GridDependencyRelease();
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kTileStages; ++stage) {
+    for (int stage = 0; stage < Shared::kStages; ++stage) {
       BarrierInit(&s.full[stage], 1);
       BarrierInit(&s.empty[stage], kTilePair * kTileMultiplyThreads / 32);
       BarrierInit(&s.ready[stage][0], 4);
@@ -175,7 +206,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   ClusterArrive();
   ClusterWait();
   if (threadIdx.x >= kTileMultiplyThreads) {
-    GiveRegisters<72>();
+    GiveRegisters<Shared::kOtherRegisters>();
     const int warp = threadIdx.x / 32;
     if (warp == kTilePlanWarp) {
       PlanTiles(s, args);
@@ -185,7 +216,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       StoreTiles(s, maps, args);
     }
   } else {
-    TakeRegisters<216>();
+    TakeRegisters<Shared::kMultiplyRegisters>();
     MultiplyTiles(s, args);
   }
   // The other block may still arrive at barriers of this one.

@@ -5,15 +5,16 @@
 // What comes to a block's shared memory and leaves it: the copying thread and the storing warp.
 namespace k3::cuda {
 
-// One thread.
-__device__ __forceinline__ void CopyTiles(TileShared& s, const TileMaps& maps, const TileArgs& args) {
+// One thread. Weights by CopyTileWeights of the kind of weights.
+template <typename Shared>
+__device__ __forceinline__ void CopyTiles(Shared& s, const typename Shared::Maps& maps, const TileArgs& args) {
   const int rank = static_cast<int>(ClusterRank());
   const uint64_t policy = args.weights_once ? EvictFirstPolicy() : EvictNormalPolicy();
   int n = 0;  // turns of the ring so far
   bool waited = false;
   const auto next = [&] {
-    const int stage = n % kTileStages;
-    BarrierWait(&s.empty[stage], (n / kTileStages & 1) ^ 1);
+    const int stage = n % Shared::kStages;
+    BarrierWait(&s.empty[stage], (n / Shared::kStages & 1) ^ 1);
     ++n;
     return stage;
   };
@@ -29,23 +30,16 @@ __device__ __forceinline__ void CopyTiles(TileShared& s, const TileMaps& maps, c
     }
     if (tile.needs > 0) FenceGlobalForCopy();
     const int steps = ((tile.up ? args.width : args.inner) + kTileDepth - 1) / kTileDepth;
-    const int tiles_down = WeightTilesDown(tile.up ? 2 * args.inner : args.width);
-    // Beyond the last there may be rows of the second block, whose results nobody takes.
-    const int down = min(tile.first_row / kTileWeightRows, tiles_down - 1);
-    constexpr int kStepElements = kTileWeightRows * kTileDepth;
-    const bf16* const weights =
-        (tile.up ? args.w13 : args.w2) +
-        ((tile.expert - args.expert_begin) * static_cast<int64_t>(tiles_down) + down) * steps * kStepElements;
     const CUtensorMap& picks = tile.up ? maps.rows : maps.h;
     const CUtensorMap& few_picks = tile.up ? maps.few_rows : maps.few_h;
     // The last box is a small one where that is enough.
     const int boxes = (tile.count + kTileBoxPicks - 1) / kTileBoxPicks;
     const int whole = (tile.count + kTileBoxPicks - kTileBoxFew - 1) / kTileBoxPicks;
-    const int bytes = (kTileWeightRows + whole * kTileBoxPicks + (boxes - whole) * kTileBoxFew) * 128;
+    const int bytes = Shared::kWeightBytes + (whole * kTileBoxPicks + (boxes - whole) * kTileBoxFew) * 128;
     const auto copy_weights = [&](int step, int stage) {
       if (step == 0) s.tile[stage] = tile;
       BarrierArriveExpect(&s.full[stage], bytes);
-      CopyBulkHinted(s.stage[stage].w, weights + step * kStepElements, sizeof s.stage[stage].w, &s.full[stage], policy);
+      CopyTileWeights(s, maps, args, tile, step, stage, policy);
     };
     const auto copy_picks = [&](int step, int stage) {
       for (int box = rank; box < boxes; box += kTilePair) {
@@ -58,7 +52,7 @@ __device__ __forceinline__ void CopyTiles(TileShared& s, const TileMaps& maps, c
     if (!waited) {
       // Weights of the first tile need not wait for the launch before. Their stages are taken before that wait: of few
       // picks the other block may bring all, whereupon multipliers give stages back.
-      const int early = min(steps, kTileStages);
+      const int early = min(steps, Shared::kStages);
       for (int i = 0; i < early; ++i) copy_weights(i, next());
       GridDependencyWait();
       waited = true;
@@ -114,7 +108,8 @@ __device__ __forceinline__ void SendResults(const unsigned char* space, const CU
 }
 
 // The storing warp: takes results away, gives their stages back and counts up tiles that are done.
-__device__ __forceinline__ void StoreTiles(TileShared& s, const TileMaps& maps, const TileArgs& args) {
+template <typename Shared>
+__device__ __forceinline__ void StoreTiles(Shared& s, const TileMaps& maps, const TileArgs& args) {
   const int lane = threadIdx.x % 32;
   uint32_t phases = 0;  // of `ready`, a bit a barrier
   // y is not read before all of it is there, which is more than the second-level cache holds.
@@ -127,13 +122,13 @@ __device__ __forceinline__ void StoreTiles(TileShared& s, const TileMaps& maps, 
     if (tile.count == 0) break;
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
-      const int stage = tile.up ? first_stage : (first_stage + group) % kTileStages;
+      const int stage = tile.up ? first_stage : (first_stage + group) % Shared::kStages;
       const int bit = 2 * stage + group;
       BarrierWait(&s.ready[stage][group], phases >> bit & 1);
       phases ^= 1u << bit;
       const unsigned char* space = reinterpret_cast<const unsigned char*>(&s.stage[stage]);
       if (tile.up) {
-        SendResults<true>(space + group * (sizeof(TileStage) / 2), maps.h_results, args.h, args.inner,
+        SendResults<true>(space + group * kTileUpSpace, maps.h_results, args.h, args.inner,
                           tile.first_row / 2 + group * kTileOutColumns<true>, tile.begin, tile.count, normal);
       } else {
         SendResults<false>(space, maps.y_results, args.rows, args.width,
@@ -146,7 +141,7 @@ __device__ __forceinline__ void StoreTiles(TileShared& s, const TileMaps& maps, 
     if (lane < kTilePair * kTileMultiplyThreads / 32) {
       BarrierArriveAt(&s.empty[first_stage], lane / (kTileMultiplyThreads / 32));
       if (!tile.up) {
-        BarrierArriveAt(&s.empty[(first_stage + 1) % kTileStages], lane / (kTileMultiplyThreads / 32));
+        BarrierArriveAt(&s.empty[(first_stage + 1) % Shared::kStages], lane / (kTileMultiplyThreads / 32));
       }
     }
     if (tile.up && args.down) {

@@ -13,9 +13,8 @@ class TileFinder {
   // `rows`: of an expert's weights.
   __device__ __forceinline__ TileFinder(const TileArgs& args, bool wanted, int rows, int number)
       : args_(args), blocks_((rows + kTilePairRows - 1) / kTilePairRows), number_(number) {
-    first_tile_ = __ldcg(args.plan.tile_begin + args.expert_begin);
-    tiles_ = wanted ? (__ldcg(args.plan.tile_begin + args.expert_end) - first_tile_) * blocks_ : 0;
-    Look(args.expert_begin);
+    tiles_ = wanted ? __ldcg(args.plan.tile_begin + args.experts) * blocks_ : 0;
+    Look(0);
     Find();
   }
   __device__ __forceinline__ bool has() const { return number_ < tiles_; }
@@ -32,7 +31,7 @@ class TileFinder {
     if (!has()) return;
     unsigned before;
     // Lane l looks at the first tile of expert_ + l; the last one at most `number_` is asked for.
-    while ((before = __ballot_sync(kAllLanes, (tile_begin_ - first_tile_) * blocks_ <= number_)) == kAllLanes) {
+    while ((before = __ballot_sync(kAllLanes, tile_begin_ * blocks_ <= number_)) == kAllLanes) {
       Look(expert_ + 31);
     }
     const int at = __popc(before) - 1;
@@ -40,27 +39,27 @@ class TileFinder {
     const int end = __shfl_sync(kAllLanes, tile_begin_, at + 1), tiles = end - first;
     const int picks_begin = __shfl_sync(kAllLanes, pick_begin_, at);
     const int picks_end = __shfl_sync(kAllLanes, pick_begin_, at + 1);
-    const int local = number_ - (first - first_tile_) * blocks_;
+    const int local = number_ - first * blocks_;
     const int share = ((picks_end - picks_begin + tiles - 1) / tiles + 15) / 16 * 16;
     tile_.expert = expert_ + at;
     tile_.begin = picks_begin + local % tiles * share;
     tile_.count = min(share, picks_end - tile_.begin);
     tile_.first_row = local / tiles * kTilePairRows + static_cast<int>(ClusterRank()) * kTileWeightRows;
     expert_tiles_ = tiles;
-    expert_tiles_through_ = end - first_tile_;
+    expert_tiles_through_ = end;
     Look(tile_.expert);
   }
   // The plan may have ended while this launch waited: past the first-level cache.
   __device__ __forceinline__ void Look(int expert) {
     expert_ = expert;
-    const int own = min(expert + static_cast<int>(threadIdx.x % 32), args_.expert_end);
+    const int own = min(expert + static_cast<int>(threadIdx.x % 32), args_.experts);
     tile_begin_ = __ldcg(args_.plan.tile_begin + own);
     pick_begin_ = __ldcg(args_.plan.expert_begin + own);
   }
 
   const TileArgs& args_;
   const int blocks_;
-  int number_, first_tile_, tiles_;
+  int number_, tiles_;
   int expert_;                   // of lane 0
   int tile_begin_, pick_begin_;  // of the lane's expert
   MoeTile tile_;
@@ -107,7 +106,8 @@ class TileOrder {
 };
 
 // The planning warp. Of a down tile it also waits for what the tile reads.
-__device__ __forceinline__ void PlanTiles(TileShared& s, const TileArgs& args) {
+template <typename Shared>
+__device__ __forceinline__ void PlanTiles(Shared& s, const TileArgs& args) {
   const bool leads = threadIdx.x % 32 == 0;
   TileOrder order(args);
   MoeTile tile;

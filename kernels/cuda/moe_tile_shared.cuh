@@ -6,7 +6,7 @@
 #include "kernels/cuda/moe.cuh"
 #include "kernels/cuda/weight_tiles.h"
 
-// Expert products for many picks an expert, bf16, warpgroup products with both operands in shared memory. The weights
+// Expert products for many picks an expert, bf16 warpgroup products. The weights
 // are the 64-row side (128 rows a block, two multiplying warpgroups), an expert's picks the other, whose width fits
 // their number to within 8: a weight is read once for up to 320 picks, and little is multiplied for nothing. The copy
 // engine brings both and takes the results away. A block's weights of a step lie side by side (weight_tiles.h): as
@@ -32,7 +32,6 @@ constexpr int kTileWeightRows = kWeightTileRows;
 constexpr int kTilePair = 2;  // blocks
 constexpr int kTilePairRows = kTilePair * kTileWeightRows;
 constexpr int kTileDepth = 2 * kWeightTileInputs;
-constexpr int kTileStages = 4;
 constexpr int kTileTilesAhead = 4;  // of the planning warp, and of the copying thread before stores, at most
 constexpr int kTileBoxPicks = 32, kTileBoxFew = 16;  // of one copy, and of the last if that is enough
 constexpr int kTileHalf = kMoeTilePicks / 2;
@@ -41,6 +40,7 @@ template <bool kUp>
 constexpr int kTileOutColumns = kUp ? 32 : 64;  // of results, a warpgroup
 template <bool kUp>
 constexpr int kTileSpaces = kUp ? 1 : 2;  // stages that results of a tile take on their way out
+constexpr int kTileUpSpace = kMoeTilePicks * 2 * kTileOutColumns<true>;  // bytes of a stage, for a warpgroup's results
 
 struct MoeTile {
   int expert;
@@ -50,22 +50,25 @@ struct MoeTile {
   int needs;  // down: what MoePlan::up_done of the expert has to reach; 0: another launch was up
 };
 
-struct TileStage {
-  alignas(1024) unsigned char w[kTileDepth / kWeightTileInputs][2 * kWeightTileElements];
-  alignas(1024) unsigned char x[kMoeTilePicks * 128];
-};
-
+// What the kernel needs of a kind of weights: a stage of them, in which a step's picks are `x`, and how many; its maps;
+// CopyTileWeights and MultiplyTile of these.
+template <typename Stage, int kStagesOfRing, typename TileMaps>
 struct TileShared {
-  TileStage stage[kTileStages];
+  using Maps = TileMaps;
+  static constexpr int kStages = kStagesOfRing, kWeightBytes = Stage::kWeightBytes;
+  // Of a multiplying thread, and of the others: 168 on average, as the launch gives them.
+  static constexpr int kMultiplyRegisters = Stage::kRegisters, kOtherRegisters = 3 * 168 - 2 * kMultiplyRegisters;
+
+  Stage stage[kStages];
   // Barriers, and who arrives at them.
-  uint64_t full[kTileStages];          // the copying thread, and the copy engine
-  uint64_t empty[kTileStages];         // every multiplying warp of both blocks, or for them the storing warps
-  uint64_t ready[kTileStages][2];      // results of a warpgroup in a stage: its four warps
+  uint64_t full[kStages];              // the copying thread, and the copy engine
+  uint64_t empty[kStages];             // every multiplying warp of both blocks, or for them the storing warps
+  uint64_t ready[kStages][2];          // results of a warpgroup in a stage: its four warps
   uint64_t planned[kTileTilesAhead];   // the planning warp's first lane
   uint64_t taken[kTileTilesAhead];     // the copying thread
   uint64_t listed[kTileTilesAhead];    // the copying thread
   MoeTile plan[kTileTilesAhead];       // by turns: from the planning warp to the copying thread
-  MoeTile tile[kTileStages];           // at the stage of its first step: to the multiplying warps
+  MoeTile tile[kStages];               // at the stage of its first step: to the multiplying warps
   MoeTile leaving[kTileTilesAhead];    // by turns: to the storing warp
   int leaving_stage[kTileTilesAhead];  // the first that its results take
 };
@@ -78,14 +81,14 @@ struct TileMaps {
 
 struct TileArgs {
   MoePlan plan;
-  int expert_begin, expert_end;  // local experts of this launch
-  bool up, down;                 // products of this launch
-  int width, inner;              // multiples of 32
-  bool weights_once;             // mostly: few experts have more than one tile of picks
+  int experts;
+  bool up, down;      // products of this launch
+  int width, inner;   // multiples of 32
+  bool weights_once;  // mostly: few experts have more than one tile of picks
   ActivationSpec activation;
-  bf16* rows;            // [picks, width], the inputs of up, then the outputs of down
-  bf16* h;               // [picks, inner]
-  const bf16 *w13, *w2;  // of the launch's experts, as weight_tiles.h has them
+  bf16* rows;                                // [picks, width], the inputs of up, then the outputs of down
+  bf16* h;                                   // [picks, inner]
+  const bf16 *w13 = nullptr, *w2 = nullptr;  // bf16, as weight_tiles.h has them
 };
 
 }  // namespace k3::cuda

@@ -24,7 +24,7 @@ PFN_cuTensorMapEncodeTiled_v12000 Encode() {
 // bytes, only adds traffic between the halves of that cache, by half.
 template <int kRank>
 CUtensorMap Boxes(const void* data, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
-                  const cuuint32_t (&box)[kRank], CUtensorMapL2promotion promotion) {
+                  const cuuint32_t (&box)[kRank], CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = Encode();
   cuuint32_t steps[kRank];
   std::string shape = "[";
@@ -36,8 +36,7 @@ CUtensorMap Boxes(const void* data, const cuuint64_t (&sizes)[kRank], const cuui
   CUtensorMap map;
   const CUresult result =
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(data), sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, box[0] == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-             promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   K3_REQUIRE(result == CUDA_SUCCESS, "no tensor map for " + shape + ": driver error " + std::to_string(result));
   return map;
 }
@@ -49,6 +48,7 @@ CUtensorMap MatrixBoxes(const void* data, int64_t planes, int64_t plane_stride, 
   return Boxes<3>(data, {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(planes)},
                   {static_cast<cuuint64_t>(ld) * 2, static_cast<cuuint64_t>(plane_stride) * 2},
                   {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows), 1},
+                  box_cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
                   fetch == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
@@ -57,7 +57,15 @@ CUtensorMap LineBoxes(const void* data, int64_t pages, int64_t page_stride, int6
       data,
       {64, static_cast<cuuint64_t>(page_size), static_cast<cuuint64_t>(cols / 64), static_cast<cuuint64_t>(pages)},
       {static_cast<cuuint64_t>(cols) * 2, 128, static_cast<cuuint64_t>(page_stride)},
-      {64, 8, static_cast<cuuint32_t>(cols / 64), 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+      {64, 8, static_cast<cuuint32_t>(cols / 64), 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+}
+
+CUtensorMap PairBoxes(const void* data, int64_t planes, int64_t rows, int64_t pairs, int box_pairs) {
+  const auto bytes = [](int64_t count) { return static_cast<cuuint64_t>(count) * 2; };
+  return Boxes<3>(data,
+                  {static_cast<cuuint64_t>(pairs), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(planes)},
+                  {bytes(pairs), bytes(pairs * rows)}, {static_cast<cuuint32_t>(box_pairs), 8, 1},
+                  CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 }  // namespace k3::cuda

@@ -19,6 +19,10 @@ inline CUtensorMap MatrixBoxes(const void* data, int64_t planes, int64_t rows, i
   return MatrixBoxes(data, planes, rows * cols, rows, cols, cols, box_rows, box_cols, fetch);
 }
 
+// Pairs of bytes, [planes][rows][pairs] without gaps, brought as they are: boxes [8][box_pairs], what lies outside as
+// zeros; both widths are multiples of 8, box_pairs is at most 256.
+CUtensorMap PairBoxes(const void* data, int64_t planes, int64_t rows, int64_t pairs, int box_pairs);
+
 // bf16 lines of `cols` elements, [pages][page_size], brought eight at a time: boxes [cols / 64][8, 64] with 128-byte
 // swizzle from element (0, line, 0, page) on, lines or pages outside as zeros. Pages are page_stride bytes apart.
 CUtensorMap LineBoxes(const void* data, int64_t pages, int64_t page_stride, int64_t page_size, int64_t cols);

@@ -19,8 +19,6 @@ struct CudaLatentProjection final : LatentProjection {
   const void* data() const { return memory.data(); }
 };
 
-constexpr int32_t kExpandedExperts = 8;  // MXFP4 experts that are bf16 at a time
-
 // The element form of a rank's experts: all of them alike.
 enum class ExpertForm : uint8_t { kPlain, kTiled, kMxfp4 };
 
@@ -30,15 +28,12 @@ enum class ExpertForm : uint8_t { kPlain, kTiled, kMxfp4 };
 // rows padded to a multiple of 64 inputs.
 struct CudaExperts final : ExpertWeights {
   ExpertForm form = ExpertForm::kPlain;
-  int32_t interleave = 8;    // rows of a group; 1 where inner is no multiple of 8
-  DeviceMemory w13;          // [count][2 * inner][in]
-  DeviceMemory w13_scale;    // kMxfp4
-  DeviceMemory w2;           // [count][in][inner]
-  DeviceMemory w2_scale;     // kMxfp4
-  bool rare_scales = false;  // kMxfp4: see RepackMxfp4
-  // kMxfp4: room for a few experts in bf16, shared by all layers of the Ops object and owned by it.
-  void* expanded = nullptr;
-  int32_t expanded_experts = 0;
+  int32_t interleave = 8;                          // rows of a group; 1 where inner is no multiple of 8
+  DeviceMemory w13;                                // [count][2 * inner][in]
+  DeviceMemory w13_scale;                          // kMxfp4
+  DeviceMemory w2;                                 // [count][in][inner]
+  DeviceMemory w2_scale;                           // kMxfp4
+  bool rare_scales = false, large_scales = false;  // kMxfp4: see Mxfp4ScalesFound
 };
 
 }  // namespace k3::cuda

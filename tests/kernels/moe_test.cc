@@ -171,11 +171,15 @@ TEST_P(MoeTest, WidthsThatAreNotMultiplesOf64) {
   Check(MakeLayer(WeightKind::kBf16, 3, 50, 33, 6), 0, 3, RandomIds(9, 3, 1, 7), 1, 8, "BF16 50 x 33");
 }
 
-// 127 is where one factor of bf16 no longer does for the scale of a weight.
+// 128 is the last for which one factor of bf16 does for the scale of a weight.
 TEST_P(MoeTest, Mxfp4ScalesAroundOne) {
-  const Layer layer = MakeLayer(WeightKind::kMxfp4, 4, 64, 64, 28, {118, 131}, {118, 131});
-  for (int64_t tokens : {9, 200}) {
-    Check(layer, 0, 4, RandomIds(tokens, 4, 2, 29), 2, 30, std::to_string(tokens) + " tokens");
+  for (uint8_t most : {128, 129, 131}) {
+    const Scales scales = {118, most};
+    const Layer layer = MakeLayer(WeightKind::kMxfp4, 4, 64, 64, 28, scales, scales);
+    for (int64_t tokens : {9, 200}) {
+      Check(layer, 0, 4, RandomIds(tokens, 4, 2, 29), 2, 30,
+            std::to_string(tokens) + " tokens, scale codes to " + std::to_string(most));
+    }
   }
 }
 
