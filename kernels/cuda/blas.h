@@ -27,6 +27,7 @@ struct GemmArgs {
   DType in = DType::kBF16;   // of a and b
   DType out = DType::kBF16;  // of c: `in` or F32
   bool accumulate = false;
+  bool early = false;  // LaunchShape::early, where a kernel of our own runs
   int64_t batch = 1;
   int64_t stride_a = 0;
   int64_t stride_b = 0;

@@ -82,6 +82,7 @@ CudaOps::CudaOps(const CudaOptions& options) {
   device_.blas = blas_.get();
   side_device_ = device_;
   side_device_.blas = side_blas_.get();
+  side_device_.on_side_stream = true;
   uploader_ = std::make_unique<Uploader>(options.device);
   expert_maker_ = std::make_unique<ExpertMaker>(device_, *uploader_);
 }

@@ -23,7 +23,8 @@ struct Device {
   size_t shared_per_block = 0;  // largest dynamic shared memory of one block, after opting in
   DType act = DType::kBF16;     // Ops::activation_dtype()
   bool batch_invariant = false;
-  Blas* blas = nullptr;  // for the compute thread only
+  bool on_side_stream = false;  // Ops::Fork
+  Blas* blas = nullptr;         // for the compute thread only
 };
 
 // Throws DeviceError with the call, the place and the library's text.

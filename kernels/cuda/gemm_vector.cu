@@ -15,10 +15,16 @@ constexpr int64_t kTwoWaves = 7000;
 constexpr int64_t kSmallOutputs = 4096;
 constexpr int64_t kSmallWeights = int64_t{5} << 19;
 
-template <int kRows, int kSteps, bool kWhole, typename Out>
-void LaunchVector(std::span<const GemmArgs> products, cudaStream_t queue) {
+template <typename Out>
+using VectorKernel = void(VectorProducts<Out>, int, int, int);
+
+// `columns`: of a block.
+template <typename Out>
+void LaunchVector(VectorKernel<Out>* kernel, int columns, std::span<const GemmArgs> products, cudaStream_t queue) {
   const GemmArgs& args = products[0];
   VectorProducts<Out> all;
+  LaunchShape shape;
+  shape.early = true;
   for (size_t i = 0; i < products.size(); ++i) {
     const GemmArgs& from = products[i];
     VectorProduct<Out>& to = all.product[i];
@@ -26,23 +32,35 @@ void LaunchVector(std::span<const GemmArgs> products, cudaStream_t queue) {
     to.weights = {static_cast<const bf16*>(from.b), from.ldb};
     to.c = {static_cast<Out*>(from.c), from.ldc};
     to.accumulate = from.accumulate;
+    shape.early = shape.early && from.early;
   }
-  LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(CeilDiv(args.n, kVectorWarps)), static_cast<unsigned>(products.size()));
+  shape.grid = dim3(static_cast<unsigned>(CeilDiv(args.n, columns)), static_cast<unsigned>(products.size()));
   shape.block = dim3(kVectorThreads);
-  Launch(&VectorGemmKernel<kRows, kSteps, kWhole, Out>, shape, queue, "VectorGemm", all, static_cast<int>(args.m),
-         static_cast<int>(args.n), static_cast<int>(args.k));
+  Launch(kernel, shape, queue, "VectorGemm", all, static_cast<int>(args.m), static_cast<int>(args.n),
+         static_cast<int>(args.k));
+}
+
+template <int kRows, int kSteps, bool kWhole, typename Out>
+void LaunchLong(std::span<const GemmArgs> products, cudaStream_t queue) {
+  LaunchVector<Out>(&VectorGemmKernel<kRows, kSteps, kWhole, Out>, kVectorWarps, products, queue);
+}
+
+template <int kRows, int kLanes, typename Out>
+void LaunchShort(std::span<const GemmArgs> products, cudaStream_t queue) {
+  LaunchVector<Out>(&VectorGemmShortKernel<kRows, kLanes, Out>, kVectorThreads / kLanes * kShortColumns, products,
+                    queue);
 }
 
 template <int kRows, typename Out>
 void ForWidth(std::span<const GemmArgs> products, cudaStream_t queue) {
   const int64_t k = products[0].k;
-  if (k <= kVectorStep) return LaunchVector<kRows, 1, false, Out>(products, queue);
-  if (k % (16 * kVectorStep) == 0) return LaunchVector<kRows, 16, true, Out>(products, queue);
-  if (k % (14 * kVectorStep) == 0) return LaunchVector<kRows, 14, true, Out>(products, queue);
-  if (k % (9 * kVectorStep) == 0) return LaunchVector<kRows, 9, true, Out>(products, queue);
-  if (k % (4 * kVectorStep) == 0) return LaunchVector<kRows, 4, true, Out>(products, queue);
-  LaunchVector<kRows, 8, false, Out>(products, queue);
+  if (k <= kVectorStep / 2) return LaunchShort<kRows, 16, Out>(products, queue);
+  if (k <= kVectorStep) return LaunchShort<kRows, 32, Out>(products, queue);
+  if (k % (16 * kVectorStep) == 0) return LaunchLong<kRows, 16, true, Out>(products, queue);
+  if (k % (14 * kVectorStep) == 0) return LaunchLong<kRows, 14, true, Out>(products, queue);
+  if (k % (9 * kVectorStep) == 0) return LaunchLong<kRows, 9, true, Out>(products, queue);
+  if (k % (4 * kVectorStep) == 0) return LaunchLong<kRows, 4, true, Out>(products, queue);
+  LaunchLong<kRows, 8, false, Out>(products, queue);
 }
 
 template <typename Out>

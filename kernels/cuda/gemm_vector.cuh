@@ -4,7 +4,9 @@
 #include "kernels/cuda/math.cuh"
 
 // Products of a handful of rows, bound by the weights' way from memory. A warp owns an output column and has
-// kSteps * 256 of its weights on their way at once. c[r][n] does not depend on the number of rows.
+// kSteps * 256 of its weights on their way at once, before it waits for the launch before; the next launch may start
+// then. Weights leave the second-level cache first: what follows between two layers, instructions too, stays in it.
+// c[r][n] does not depend on the number of rows.
 namespace k3::cuda {
 
 constexpr int kVectorThreads = 128;
@@ -33,15 +35,18 @@ __global__ void __launch_bounds__(kVectorThreads)
   const int lane = threadIdx.x % 32;
   const int column = blockIdx.x * kVectorWarps + threadIdx.x / 32;
   const bf16* from = args.weights.Row(min(column, n - 1)) + 8 * lane;
+  const uint64_t policy = EvictFirstPolicy();
   uint4 w[kSteps];
   const auto fetch = [&](int base) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       w[s] = uint4{0, 0, 0, 0};
-      if (kWhole || base + kVectorStep * s + 8 * lane < k) w[s] = LoadStreaming16(from + base + kVectorStep * s);
+      if (kWhole || base + kVectorStep * s + 8 * lane < k) w[s] = LoadHinted16(from + base + kVectorStep * s, policy);
     }
   };
   fetch(0);
+  GridDependencyRelease();  // not before: weights of the next launch would come before these
+  GridDependencyWait();
   const bf16* a[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) a[r] = args.a.Row(min(r, m - 1)) + 8 * lane;
@@ -72,6 +77,51 @@ __global__ void __launch_bounds__(kVectorThreads)
   for (int r = 1; r < kRows; ++r) total = lane == r ? sum[r] : total;
   Out* to = args.c.Row(lane) + column;
   *to = FromFloat<Out>(args.accumulate ? total + ToFloat(*to) : total);
+}
+
+// The same for k <= 8 * kLanes: so many lanes own kShortColumns columns, whose weights are on their way together. Grid
+// (columns / those of a block, products).
+constexpr int kShortColumns = 4;
+
+template <int kRows, int kLanes, typename Out>
+__global__ void __launch_bounds__(kVectorThreads)
+    VectorGemmShortKernel(const __grid_constant__ VectorProducts<Out> products, int m, int n, int k) {
+  const VectorProduct<Out>& args = products.product[blockIdx.y];
+  const int lane = threadIdx.x % kLanes;
+  const int first = (blockIdx.x * kVectorThreads + threadIdx.x) / kLanes * kShortColumns;
+  const bool holds = 8 * lane < k;
+  uint4 w[kShortColumns];
+#pragma unroll
+  for (int j = 0; j < kShortColumns; ++j) {
+    w[j] = LoadStreaming16If(holds, args.weights.Row(min(first + j, n - 1)) + (holds ? 8 * lane : 0));
+  }
+  GridDependencyRelease();
+  GridDependencyWait();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const bf16* row = args.a.Row(min(r, m - 1)) + (holds ? 8 * lane : 0);
+    const uint4 x = holds ? *reinterpret_cast<const uint4*>(row) : uint4{0, 0, 0, 0};
+    const uint32_t input[4] = {x.x, x.y, x.z, x.w};
+    float sum[kShortColumns] = {};
+#pragma unroll
+    for (int j = 0; j < kShortColumns; ++j) {
+      const uint32_t weight[4] = {w[j].x, w[j].y, w[j].z, w[j].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum[j] = fmaf(LowBf16(input[i]), LowBf16(weight[i]), sum[j]);
+        sum[j] = fmaf(HighBf16(input[i]), HighBf16(weight[i]), sum[j]);
+      }
+    }
+    WarpSumEachStep<kShortColumns, kShortColumns / 2>(sum, lane);  // lane l has column l % kShortColumns
+#pragma unroll
+    for (int distance = kShortColumns; distance < kLanes; distance *= 2) {
+      sum[0] += __shfl_xor_sync(kAllLanes, sum[0], distance);
+    }
+    if (r < m && lane < kShortColumns && first + lane < n) {
+      Out* to = args.c.Row(r) + first + lane;
+      *to = FromFloat<Out>(args.accumulate ? sum[0] + ToFloat(*to) : sum[0]);
+    }
+  }
 }
 
 }  // namespace k3::cuda

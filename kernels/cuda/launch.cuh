@@ -21,8 +21,8 @@ struct LaunchShape {
   dim3 block;
   size_t shared = 0;     // dynamic shared memory, bytes
   unsigned cluster = 1;  // blocks along x that form a cluster
-  // May start once every block of the launch before has called GridDependencyRelease or ended. The kernel calls
-  // GridDependencyWait before it touches anything that the launch before writes, or reads what it itself writes.
+  // May start once every block of the launch before has called GridDependencyRelease or ended. Until GridDependencyWait
+  // it writes nothing, and reads nothing that launches before it, back to one that is no product or norm, write.
   bool early = false;
   // All blocks, which are no more than fit, are on the device at a time, whatever else runs there: they wait for each
   // other.

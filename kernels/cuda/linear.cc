@@ -48,7 +48,9 @@ GemmArgs Checked(const Device& device, const LinearParams& params) {
           .ldc = params.y.ld,
           .in = device.act,
           .out = out,
-          .accumulate = params.accumulate};
+          .accumulate = params.accumulate,
+          // Where two streams meet there is more than one launch before.
+          .early = !params.accumulate && !device.on_side_stream};
 }
 
 }  // namespace

@@ -110,6 +110,7 @@ void Append(const MlaAppendParams& p, cudaStream_t queue) {
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(p.batch->num_tokens));
   shape.block = dim3(kAppendThreads);
+  shape.early = true;
   void (*kernel)(MlaAppendParams, SequenceBatch) =
       p.pages.dtype == DType::kBF16 ? &MlaAppendKernel<T, bf16> : &MlaAppendKernel<T, float>;
   Launch(kernel, shape, queue, "MlaAppend", p, *p.batch);

@@ -102,6 +102,8 @@ __global__ void MlaAppendKernel(MlaAppendParams p, SequenceBatch batch) {
   const int token = blockIdx.x;
   const int line = p.latent_dim + p.rope_dim;
   PageT* to = MlaLine<PageT>(p.pages, batch, batch.sequence_of_token[token], batch.position[token], line);
+  GridDependencyWait();
+  GridDependencyRelease();
   if (to == nullptr) return;
   const T* from = static_cast<const T*>(p.kv_a.data) + token * p.kv_a.ld;
   float square = 0;

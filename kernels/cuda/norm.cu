@@ -14,6 +14,7 @@ void LaunchNorm(const MatrixView& stream, const MatrixView& delta, const float* 
   shape.grid = dim3(static_cast<unsigned>(stream.rows));
   shape.block = dim3(static_cast<unsigned>(std::min<int64_t>(kMaxThreads, RoundUp(packs, 32))));
   shape.shared = 32 * sizeof(float);
+  shape.early = true;
   auto* kernel = packs <= shape.block.x ? &AddRmsNormKernel<T, N, kAdd, true> : &AddRmsNormKernel<T, N, kAdd, false>;
   Launch(kernel, shape, queue, "RmsNorm", AsMatrix<T>(stream), AsMatrix<const T>(delta), weight, eps,
          static_cast<int>(stream.cols), AsMatrix<T>(out));

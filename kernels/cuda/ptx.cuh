@@ -401,6 +401,9 @@ __device__ __forceinline__ void StoreHinted16(void* global, uint4 v, uint64_t po
 }
 // What `value` is used for stays behind this point.
 __device__ __forceinline__ void Pin(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }
+__device__ __forceinline__ void PrefetchL1(const void* global) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(global));
+}
 __device__ __forceinline__ void PrefetchL2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }

@@ -3,6 +3,11 @@
 #include "kernels/cuda/router.cuh"
 
 namespace k3::cuda {
+namespace {
+
+constexpr int kRouterHeld = 8;  // experts of a lane that stay in registers
+
+}  // namespace
 
 void RouterTopK(const Device& device, const RouterTopKParams& params, cudaStream_t queue) {
   if (params.tokens == 0) return;
@@ -23,8 +28,12 @@ void RouterTopK(const Device& device, const RouterTopKParams& params, cudaStream
   shape.grid = dim3(static_cast<unsigned>(CeilDiv(params.tokens, kRouterWarps)));
   shape.block = dim3(32 * kRouterWarps);
   shape.shared = static_cast<size_t>(kRouterWarps) * 2 * params.experts * sizeof(float);
+  shape.early = true;
   K3_REQUIRE(shape.shared <= device.shared_per_block, "too many experts: " + std::to_string(params.experts));
   if (params.balance == nullptr) {
+    if (params.experts <= 32 * kRouterHeld && params.topk_group == params.groups) {
+      return Launch(&RouterHeldKernel<kRouterHeld>, shape, queue, "RouterTopK", params);
+    }
     return Launch(&RouterTopKKernel<false>, shape, queue, "RouterTopK", params, RouterBalance());
   }
   const RouterBalance& balance = *params.balance;

@@ -99,6 +99,43 @@ __device__ __forceinline__ int SelectExperts(const RouterTopKParams& p, uint32_t
   return picked;
 }
 
+// The same from keys in registers, where a lane has at most kEach experts, lane + 32 i, and all may be picked.
+template <int kEach>
+__device__ __forceinline__ int SelectHeld(uint32_t (&key)[kEach], int lane, int count) {
+  static_assert((kEach & (kEach - 1)) == 0);
+  int picked = 0x7fffffff;
+  uint32_t best = 0;
+  int place = 0;
+  const auto look = [&] {
+    uint32_t tree[kEach];
+    int at[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) tree[i] = key[i], at[i] = i;
+#pragma unroll
+    for (int half = kEach / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int i = 0; i < half; ++i) {
+        // Of equal keys the lower expert's.
+        const bool other = tree[i + half] > tree[i] || (tree[i + half] == tree[i] && at[i + half] < at[i]);
+        at[i] = other ? at[i + half] : at[i];
+        tree[i] = max(tree[i], tree[i + half]);
+      }
+    }
+    best = tree[0];
+    place = at[0];
+  };
+  look();
+  for (int j = 0; j < count; ++j) {
+    const int own = best != 0 ? lane + 32 * place : 0x7fffffff;
+    const int id = WarpBest(best, own);
+    if (lane == j) picked = id;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) key[i] = id == own && i == place ? 0 : key[i];
+    look();
+  }
+  return picked;
+}
+
 __device__ __forceinline__ int MarginBin(float margin) {
   const float place = (margin - kMarginLow) * (kMarginBins / (kMarginHigh - kMarginLow));
   // NaN goes to the last bin, with what is far from being chosen.
@@ -163,20 +200,117 @@ __device__ __forceinline__ int SelectBalanced(const RouterTopKParams& p, const R
   return picked;
 }
 
-// One warp a token (spec 3.6).
+// Lane j < top_k has a token's j-th pick: stored with its weight, by ascending id. `score` is the warp's.
+__device__ __forceinline__ void StorePicks(const RouterTopKParams& p, int64_t token, int picked, const float* score,
+                                           int lane) {
+  // Each pick's place is the number of smaller ones.
+  int place = 0;
+  for (int j = 0; j < p.top_k; ++j) {
+    const int other = __shfl_sync(kAllLanes, picked, j);
+    place += other < picked || (other == picked && j < lane);
+  }
+  __syncwarp();
+  const bool mine = lane < p.top_k;
+  float weight = 0;
+  if (mine) {
+    weight = score[picked];
+    if (p.biased_weights && p.bias != nullptr) weight += p.bias[picked];
+  }
+  if (p.renormalize) weight /= WarpSum(weight) + 1e-20f;
+  if (mine) {
+    p.ids[token * p.top_k + place] = picked;
+    p.weights[token * p.top_k + place] = weight * p.scale;
+  }
+}
+
+// A token's choice from logits that the lanes hold, lane + 32 i, with their bias; at most 32 kHeld experts, of which
+// all may be picked.
+template <int kHeld>
+__device__ __forceinline__ void ChooseHeld(const RouterTopKParams& p, int64_t token, float (&held)[kHeld],
+                                           const float (&bias)[kHeld], float* score, int lane) {
+  const auto exists = [&](int i) { return lane + 32 * i < p.experts; };
+  if (p.score == RouterScore::kSigmoid) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) held[i] = 1.0f / (1.0f + expf(-held[i]));
+  } else {
+    float top = -INFINITY, sum = 0;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) top = exists(i) ? fmaxf(top, held[i]) : top;
+    top = WarpMax(top);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) sum += exists(i) ? held[i] = expf(held[i] - top) : 0.0f;
+    sum = WarpSum(sum);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) held[i] /= sum;
+  }
+  uint32_t key[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (exists(i)) score[lane + 32 * i] = held[i];
+    key[i] = exists(i) ? OrderedKey(held[i] + bias[i]) : 0;
+  }
+  __syncwarp();
+  int picked = 0x7fffffff;
+  if (p.forced_ids != nullptr) {
+    if (lane < p.top_k) picked = p.forced_ids[token * p.top_k + lane];
+  } else {
+    picked = SelectHeld(key, lane, p.top_k);
+  }
+  StorePicks(p, token, picked, score, lane);
+}
+
+template <int kHeld>
+__device__ __forceinline__ void LoadBias(const RouterTopKParams& p, int lane, float (&bias)[kHeld]) {
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    bias[i] = p.bias != nullptr && lane + 32 * i < p.experts ? p.bias[lane + 32 * i] : 0.0f;
+  }
+}
+
+// Tokens from this one on are padding. Older than the launch before.
+__device__ __forceinline__ int64_t LiveTokens(const RouterTopKParams& p) {
+  return p.live_tokens != nullptr ? *p.live_tokens : p.tokens;
+}
+__device__ __forceinline__ void StoreNoPicks(const RouterTopKParams& p, int64_t token, int lane) {
+  if (lane >= p.top_k) return;
+  p.ids[token * p.top_k + lane] = -1;
+  p.weights[token * p.top_k + lane] = 0;
+}
+
+// One warp a token (spec 3.6), of at most 32 kHeld experts of which all may be picked.
+template <int kHeld>
+__global__ void RouterHeldKernel(RouterTopKParams p) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kRouterWarps + warp;
+  const int64_t live = LiveTokens(p);
+  float bias[kHeld];
+  LoadBias(p, lane, bias);
+  GridDependencyWait();
+  GridDependencyRelease();
+  if (token >= p.tokens) return;
+  if (token >= live) return StoreNoPicks(p, token, lane);
+  float held[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    held[i] = lane + 32 * i < p.experts ? p.logits[token * p.experts + lane + 32 * i] : 0.0f;
+  }
+  ChooseHeld(p, token, held, bias, DynamicShared<float>() + warp * p.experts, lane);
+}
+
+// The same for any number of experts, groups and balance.
 template <bool kBalanced>
 __global__ void RouterTopKKernel(RouterTopKParams p, RouterBalance balance) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kRouterWarps + warp;
-  if (token >= p.tokens) return;
-  if (p.live_tokens != nullptr && token >= *p.live_tokens) {
-    if (lane < p.top_k) {
-      p.ids[token * p.top_k + lane] = -1;
-      p.weights[token * p.top_k + lane] = 0;
-    }
-    return;
+  const int64_t live = LiveTokens(p);
+  if (p.bias != nullptr) {
+    for (int e = lane; e < p.experts; e += 32) PrefetchL1(p.bias + e);
   }
+  GridDependencyWait();
+  GridDependencyRelease();
+  if (token >= p.tokens) return;
+  if (token >= live) return StoreNoPicks(p, token, lane);
   float* score = DynamicShared<float>() + warp * 2 * p.experts;    // [experts]
   uint32_t* key = reinterpret_cast<uint32_t*>(score + p.experts);  // [experts]
   const float* logits = p.logits + token * p.experts;
@@ -203,25 +337,7 @@ __global__ void RouterTopKKernel(RouterTopKParams p, RouterBalance balance) {
     picked =
         SelectExperts(p, key, lane, p.top_k, [&](int e) { return score[e] + (p.bias != nullptr ? p.bias[e] : 0.0f); });
   }
-
-  // Ascending ids: each pick's place is the number of smaller ones.
-  int place = 0;
-  for (int j = 0; j < p.top_k; ++j) {
-    const int other = __shfl_sync(kAllLanes, picked, j);
-    place += other < picked || (other == picked && j < lane);
-  }
-  __syncwarp();
-  const bool mine = lane < p.top_k;
-  float weight = 0;
-  if (mine) {
-    weight = score[picked];
-    if (p.biased_weights && p.bias != nullptr) weight += p.bias[picked];
-  }
-  if (p.renormalize) weight /= WarpSum(weight) + 1e-20f;
-  if (mine) {
-    p.ids[token * p.top_k + place] = picked;
-    p.weights[token * p.top_k + place] = weight * p.scale;
-  }
+  StorePicks(p, token, picked, score, lane);
 }
 
 // The cap goes through the tokens one after the other: one warp, a lane a choice where choices do not depend on each
