@@ -214,7 +214,7 @@ class OverloadTest(unittest.TestCase):
             keys.write("one\ntwo\n")
             keys.flush()
             server = self.start("--api-key-file", keys.name, "--max-streams-per-key", "2", "--max-body-mib", "1",
-                                "--max-connections", "12", "--request-timeout", "20")
+                                "--max-connections", "12", "--request-timeout", "3600")
 
             def post(body, key="one", headers=None, path="/v1/completions"):
                 connection = http.client.HTTPConnection(server.http, timeout=30)
