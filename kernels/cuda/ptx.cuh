@@ -240,22 +240,6 @@ __device__ __forceinline__ void MmaF16From0(float (&sum)[4], const uint32_t (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
-// sum[16x8] += a[16x8] b[8x8] in tf32: a[0] (row g, col t), a[1] row g+8, a[2], a[3] at column +4; b0 (row t, col g),
-// b1 row t+4; sums as above. Operands are fp32 bits as ToTf32 gives them.
-__device__ __forceinline__ void MmaTf32(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ uint32_t ToTf32(float value) {
-  uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return bits;
-}
-
 // Two floats rounded to a pair of bf16, `low` in the lower half.
 __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
   uint32_t pair;
