@@ -53,7 +53,7 @@ def replay_of(torch, calls):
         return lambda: [call() for call in calls], False
 
 
-def seconds_of(torch, calls, budget=0.25):
+def seconds_of(torch, calls, budget=0.03):
     """Median time of one of `calls`, run in turn as cuda_bench does; and whether they were replayed from a graph."""
     def seconds(run):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

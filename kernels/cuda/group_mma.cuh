@@ -69,6 +69,9 @@ __device__ __forceinline__ void GroupMmaF16(float (&d)[N / 2], const uint32_t (&
 #define K3_NUMBERS_112 K3_NUMBERS_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define K3_NUMBERS_120 K3_NUMBERS_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define K3_NUMBERS_128 K3_NUMBERS_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define K3_NUMBERS_52 K3_NUMBERS_48 ", %48, %49, %50, %51"
+#define K3_NUMBERS_56 K3_NUMBERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define K3_NUMBERS_60 K3_NUMBERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59"
 #define K3_NUMBERS_68 K3_NUMBERS_64 ", %64, %65, %66, %67"
 #define K3_NUMBERS_72 K3_NUMBERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define K3_NUMBERS_76 K3_NUMBERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75"
@@ -98,6 +101,13 @@ __device__ __forceinline__ void GroupMmaF16(float (&d)[N / 2], const uint32_t (&
     "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
 #define K3_SUMS_128 K3_SUMS_120, \
     "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+#define K3_SUMS_52 K3_SUMS_48, \
+    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
+#define K3_SUMS_56 K3_SUMS_48, \
+    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+#define K3_SUMS_60 K3_SUMS_48, \
+    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59])
 #define K3_SUMS_68 K3_SUMS_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
 #define K3_SUMS_72 K3_SUMS_64, \
     "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
@@ -137,19 +147,14 @@ K3_GROUP_MMA(16, 8, "%8", "%9", "%10", "%11", "%12")
 K3_GROUP_MMA(32, 16, "%16", "%17", "%18", "%19", "%20")
 K3_GROUP_MMA(64, 32, "%32", "%33", "%34", "%35", "%36")
 K3_GROUP_MMA(96, 48, "%48", "%49", "%50", "%51", "%52")
+K3_GROUP_MMA(104, 52, "%52", "%53", "%54", "%55", "%56")
+K3_GROUP_MMA(112, 56, "%56", "%57", "%58", "%59", "%60")
+K3_GROUP_MMA(120, 60, "%60", "%61", "%62", "%63", "%64")
 K3_GROUP_MMA(128, 64, "%64", "%65", "%66", "%67", "%68")
 K3_GROUP_MMA(136, 68, "%68", "%69", "%70", "%71", "%72")
 K3_GROUP_MMA(144, 72, "%72", "%73", "%74", "%75", "%76")
 K3_GROUP_MMA(152, 76, "%76", "%77", "%78", "%79", "%80")
 K3_GROUP_MMA(160, 80, "%80", "%81", "%82", "%83", "%84")
-K3_GROUP_MMA(192, 96, "%96", "%97", "%98", "%99", "%100")
-K3_GROUP_MMA(208, 104, "%104", "%105", "%106", "%107", "%108")
-K3_GROUP_MMA(216, 108, "%108", "%109", "%110", "%111", "%112")
-K3_GROUP_MMA(224, 112, "%112", "%113", "%114", "%115", "%116")
-K3_GROUP_MMA(232, 116, "%116", "%117", "%118", "%119", "%120")
-K3_GROUP_MMA(240, 120, "%120", "%121", "%122", "%123", "%124")
-K3_GROUP_MMA(248, 124, "%124", "%125", "%126", "%127", "%128")
-K3_GROUP_MMA(256, 128, "%128", "%129", "%130", "%131", "%132")
 K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 32, 16, "%16, %17, %18, %19", "%20", "%21", "%22")
 K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 64, 32, "%32, %33, %34, %35", "%36", "%37", "%38")
 K3_GROUP_MMA_REGISTERS(GroupMma, "bf16", 96, 48, "%48, %49, %50, %51", "%52", "%53", "%54")
@@ -201,6 +206,12 @@ K3_GROUP_MMA_E4M3(32, 16, "%16, %17, %18, %19", "%20", "%21")
 #undef K3_SUMS_32
 #undef K3_NUMBERS_48
 #undef K3_SUMS_48
+#undef K3_NUMBERS_52
+#undef K3_SUMS_52
+#undef K3_NUMBERS_56
+#undef K3_SUMS_56
+#undef K3_NUMBERS_60
+#undef K3_SUMS_60
 #undef K3_NUMBERS_64
 #undef K3_SUMS_64
 #undef K3_NUMBERS_68
@@ -236,19 +247,14 @@ __device__ __forceinline__ void GroupMma(float (&d)[kSums], uint64_t a, uint64_t
   if constexpr (N == 32) GroupMma32<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
   if constexpr (N == 64) GroupMma64<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
   if constexpr (N == 96) GroupMma96<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 104) GroupMma104<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 112) GroupMma112<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
+  if constexpr (N == 120) GroupMma120<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
   if constexpr (N == 128) GroupMma128<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
   if constexpr (N == 136) GroupMma136<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
   if constexpr (N == 144) GroupMma144<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
   if constexpr (N == 152) GroupMma152<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
   if constexpr (N == 160) GroupMma160<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
-  if constexpr (N == 192) GroupMma192<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
-  if constexpr (N == 208) GroupMma208<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
-  if constexpr (N == 216) GroupMma216<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
-  if constexpr (N == 224) GroupMma224<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
-  if constexpr (N == 232) GroupMma232<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
-  if constexpr (N == 240) GroupMma240<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
-  if constexpr (N == 248) GroupMma248<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
-  if constexpr (N == 256) GroupMma256<kTransposedB, kTransposedA>(d + kFirst, a, b, accumulate);
 }
 
 template <int N, bool kTransposedB, int kFirst, int kSums>

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 
 #include "kernels/cuda/moe.cuh"
 #include "kernels/cuda/moe_rows.cuh"
@@ -232,14 +233,11 @@ void LaunchTiles(const Device& device, const CudaExperts& experts, const TileArg
   const auto boxes = [&](const void* data, int64_t cols, int box_rows, int box_cols = kTileDepth) {
     return MatrixBoxes(data, 1, pairs, cols, box_rows, box_cols, fetch);
   };
-  Mxfp4TileMaps maps;
-  maps.rows = boxes(args.rows, args.width, kTileBoxPicks);
-  maps.h = boxes(args.h, args.inner, kTileBoxPicks);
-  maps.few_rows = boxes(args.rows, args.width, kTileBoxFew);
-  maps.few_h = boxes(args.h, args.inner, kTileBoxFew);
-  maps.h_results = boxes(args.h, args.inner, kTileBoxOut, kTileOutColumns<true>);
-  maps.y_results = boxes(args.rows, args.width, kTileBoxOut, kTileOutColumns<false>);
-  const auto launch = [&]<typename Shared>(const Shared*) {
+  const auto launch = [&]<typename Shared>(const Shared*, typename Shared::Maps maps) {
+    maps.h = boxes(args.h, args.inner, kTileBoxPicks);
+    maps.few_h = boxes(args.h, args.inner, kTileBoxFew);
+    maps.h_results = boxes(args.h, args.inner, kTileBoxOut, TileResults<Shared, true>::kBoxColumns);
+    maps.y_results = boxes(args.y, args.width, kTileBoxOut, TileResults<Shared, false>::kBoxColumns);
     LaunchShape shape{.grid = dim3(kTilePair),
                       .block = dim3(kTileThreads),
                       .shared = sizeof(Shared),
@@ -250,7 +248,10 @@ void LaunchTiles(const Device& device, const CudaExperts& experts, const TileArg
     shape.grid.x *= static_cast<unsigned>(std::min<int64_t>({tiles, device.multiprocessors / kTilePair, resident}));
     Launch(&MoeTileKernel<Shared>, shape, queue, "MoeTile", maps, args);
   };
-  if (experts.form == ExpertForm::kTiled) return launch(static_cast<PlainTileShared*>(nullptr));
+  if (experts.form == ExpertForm::kTiled) return launch(static_cast<PlainTileShared*>(nullptr), TileMaps{});
+  Mxfp4TileMaps maps;
+  maps.rows = boxes(args.y, args.width, kTileBoxPicks);
+  maps.few_rows = boxes(args.y, args.width, kTileBoxFew);
   const auto pieces = [&](const void* data, int64_t rows, int64_t cols, int bytes) {
     return PairBoxes(data, experts.count, rows / kMxfp4Rows, Mxfp4Pieces(cols) * int64_t{bytes / 2}, bytes / 2);
   };
@@ -258,7 +259,7 @@ void LaunchTiles(const Device& device, const CudaExperts& experts, const TileArg
   maps.w2 = pieces(experts.w2.data(), args.width, args.inner, kMxfp4PieceBytes);
   maps.scales13 = pieces(experts.w13_scale.data(), 2 * args.inner, args.width, kMxfp4PieceScaleBytes);
   maps.scales2 = pieces(experts.w2_scale.data(), args.width, args.inner, kMxfp4PieceScaleBytes);
-  launch(static_cast<Mxfp4TileShared*>(nullptr));
+  launch(static_cast<Mxfp4TileShared*>(nullptr), maps);
 }
 
 void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& experts, const MoeBlock& block,
@@ -270,18 +271,20 @@ void Tiled(const Device& device, const MoeExpertsParams& p, const CudaExperts& e
   args.inner = static_cast<int>(experts.inner);
   args.weights_once = block.pairs() <= int64_t{kMoeTilePicks} * experts.count;
   args.activation = p.activation;
-  args.rows = static_cast<bf16*>(scratch.y);
   args.h = static_cast<bf16*>(scratch.h);
+  args.y = static_cast<bf16*>(scratch.y);
   if (experts.form == ExpertForm::kTiled) {
     args.w13 = static_cast<const bf16*>(experts.w13.data());
     args.w2 = static_cast<const bf16*>(experts.w2.data());
+    args.x = AsMatrix<const bf16>(p.mxfp8_inputs ? RoundedRows<bf16>(block, scratch, queue) : block.x);
+  } else {
+    Launch(p.mxfp8_inputs ? &MoePermuteKernel<true> : &MoePermuteKernel<false>,
+           {.grid = dim3(static_cast<unsigned>(block.tokens)),
+            .block = dim3(static_cast<unsigned>(std::min<int64_t>(512, RoundUp(experts.in / 8, 32)))),
+            .early = true},
+           queue, "MoePermute", AsMatrix<const bf16>(block.x), static_cast<const int*>(scratch.plan.pick_of),
+           block.top_k, args.width, args.y);
   }
-  Launch(p.mxfp8_inputs ? &MoePermuteKernel<true> : &MoePermuteKernel<false>,
-         {.grid = dim3(static_cast<unsigned>(block.tokens)),
-          .block = dim3(static_cast<unsigned>(std::min<int64_t>(512, RoundUp(experts.in / 8, 32)))),
-          .early = true},
-         queue, "MoePermute", AsMatrix<const bf16>(block.x), static_cast<const int*>(scratch.plan.pick_of), block.top_k,
-         args.width, args.rows);
   args.up = true;
   args.down = !p.mxfp8_inputs;
   LaunchTiles(device, experts, args, block.pairs(), queue);
@@ -373,7 +376,8 @@ void MoeExperts(const Device& device, const MoeExpertsParams& p, cudaStream_t qu
   const MoeScratch scratch(p.scratch, tokens, p.top_k, experts->count, in, experts->inner, SizeOf(device.act));
   if (TakesMoeVector(device, p, *experts)) return MoeVector(p, *experts, scratch.h, queue);
   const bool fast = experts->count > 0 && device.act == DType::kBF16 && experts->interleave == 8 && in % 32 == 0 &&
-                    experts->inner % 32 == 0 && RowsAligned16(p.x);
+                    experts->inner % 32 == 0 && RowsAligned16(p.x) &&
+                    BlockTokens(tokens, p.top_k) * (p.x.ld / 8) <= std::numeric_limits<uint32_t>::max();
   int64_t step = BlockTokens(tokens, p.top_k);
   // Scales that no trained weights have: what is right for few tokens is right for many.
   const bool always_streamed = device.batch_invariant || experts->large_scales;

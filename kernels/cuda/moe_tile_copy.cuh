@@ -1,17 +1,32 @@
 #pragma once
 
-#include "kernels/cuda/moe_tile_shared.cuh"
+#include <type_traits>
 
-// What comes to a block's shared memory and leaves it: the copying thread and the storing warp.
+#include "kernels/cuda/moe_tile_order.cuh"
+
+// What the copy engine brings to a block's shared memory and takes from it: the bringing warp and the storing warp.
 namespace k3::cuda {
 
-// One thread. Weights by CopyTileWeights of the kind of weights.
+// Picks side by side in global memory as boxes, the last a small one where that is enough.
+struct PickBoxes {
+  int count, whole;
+  __device__ __forceinline__ explicit PickBoxes(int picks)
+      : count((picks + kTileBoxPicks - 1) / kTileBoxPicks),
+        whole((picks + kTileBoxPicks - kTileBoxFew - 1) / kTileBoxPicks) {}
+  __device__ __forceinline__ int bytes() const {
+    return (whole * kTileBoxPicks + (count - whole) * kTileBoxFew) * 2 * kTileDepth;
+  }
+};
+
+// One thread, or where picks are split the warp: has tiles' operands brought, by CopyTileStep of the kind of weights.
 template <typename Shared>
-__device__ __forceinline__ void CopyTiles(Shared& s, const typename Shared::Maps& maps, const TileArgs& args) {
+__device__ __forceinline__ void BringTiles(Shared& s, const typename Shared::Maps& maps, const TileArgs& args) {
+  GridDependencyWait();
   const int rank = static_cast<int>(ClusterRank());
+  const bool leads = threadIdx.x % 32 == 0;
   const uint64_t policy = args.weights_once ? EvictFirstPolicy() : EvictNormalPolicy();
+  std::conditional_t<Shared::kSplitsPicks, TileForesight<Shared>, PlannedTiles<Shared>> tiles(s, args);
   int n = 0;  // turns of the ring so far
-  bool waited = false;
   const auto next = [&] {
     const int stage = n % Shared::kStages;
     BarrierWait(&s.empty[stage], (n / Shared::kStages & 1) ^ 1);
@@ -20,97 +35,76 @@ __device__ __forceinline__ void CopyTiles(Shared& s, const typename Shared::Maps
   };
   for (int number = 0;; ++number) {
     const int slot = number % kTileTilesAhead;
-    BarrierWait(&s.planned[slot], number / kTileTilesAhead & 1);
-    const MoeTile tile = s.plan[slot];
-    BarrierArrive(&s.taken[slot]);
+    const MoeTile tile = tiles.Next();
     if (tile.count == 0) {
-      s.leaving[slot].count = 0;
-      BarrierArrive(&s.listed[slot]);
+      if (leads) {
+        s.leaving[slot].count = 0;
+        BarrierArrive(&s.listed[slot]);
+      }
       break;
     }
-    if (tile.needs > 0) FenceGlobalForCopy();
     const int steps = ((tile.up ? args.width : args.inner) + kTileDepth - 1) / kTileDepth;
-    const CUtensorMap& picks = tile.up ? maps.rows : maps.h;
-    const CUtensorMap& few_picks = tile.up ? maps.few_rows : maps.few_h;
-    // The last box is a small one where that is enough.
-    const int boxes = (tile.count + kTileBoxPicks - 1) / kTileBoxPicks;
-    const int whole = (tile.count + kTileBoxPicks - kTileBoxFew - 1) / kTileBoxPicks;
-    const int bytes = Shared::kWeightBytes + (whole * kTileBoxPicks + (boxes - whole) * kTileBoxFew) * 128;
-    const auto copy_weights = [&](int step, int stage) {
-      if (step == 0) s.tile[stage] = tile;
-      BarrierArriveExpect(&s.full[stage], bytes);
-      CopyTileWeights(s, maps, args, tile, step, stage, policy);
-    };
-    const auto copy_picks = [&](int step, int stage) {
-      for (int box = rank; box < boxes; box += kTilePair) {
-        const int pick = box * kTileBoxPicks;
-        CopyTensor3Multicast(s.stage[stage].x + pick * 128, box < whole ? &picks : &few_picks, step * kTileDepth,
-                             tile.begin + pick, 0, &s.full[stage], (1 << kTilePair) - 1);
-      }
-    };
-    int step = 0;
-    if (!waited) {
-      // Weights of the first tile need not wait for the launch before. Their stages are taken before that wait: of few
-      // picks the other block may bring all, whereupon multipliers give stages back.
-      const int early = min(steps, Shared::kStages);
-      for (int i = 0; i < early; ++i) copy_weights(i, next());
-      GridDependencyWait();
-      waited = true;
-      for (; step < early; ++step) copy_picks(step, step);
-    }
-    for (; step < steps; ++step) {
+    for (int step = 0; step < steps; ++step) {
       const int stage = next();
-      copy_weights(step, stage);
-      copy_picks(step, stage);
+      if (leads) {
+        if (step == 0) s.tile[stage] = tile;
+        CopyTileStep(s, maps, args, tile, rank, step, stage, policy);
+      }
+      tiles.Step(step, steps);
     }
     // The space for the results.
     const int stage = next();
-    s.leaving[slot] = tile;
-    s.leaving_stage[slot] = stage;
-    BarrierArrive(&s.listed[slot]);
-    BarrierArrive(&s.full[stage]);
-    if (!tile.up) BarrierArrive(&s.full[next()]);
+    if (leads) {
+      s.leaving[slot] = tile;
+      s.leaving_stage[slot] = stage;
+      BarrierArrive(&s.listed[slot]);
+      BarrierArrive(&s.full[stage]);
+    }
+    if (!tile.up) {
+      const int second = next();
+      if (leads) BarrierArrive(&s.full[second]);
+    }
   }
-  if (!waited) GridDependencyWait();
   const int stage = next();
-  s.tile[stage].count = 0;
-  BarrierArrive(&s.full[stage]);
-}
-
-// Byte of a piece of 16 bytes of a pick's results, a row of kTileOutColumns: swizzled as the copy engine has it.
-template <bool kUp>
-__device__ __forceinline__ int ResultAt(int row, int piece) {
-  return row * 2 * kTileOutColumns<kUp> + ((piece ^ (kUp ? row / 2 % 4 : row % 8)) << 4);
+  if (leads) {
+    s.tile[stage].count = 0;
+    BarrierArrive(&s.full[stage]);
+  }
 }
 
 // A warpgroup's results from its space to where they belong; the leading lane's copies are under way at the end. One
 // warp.
-template <bool kUp>
+template <typename Results>
 __device__ __forceinline__ void SendResults(const unsigned char* space, const CUtensorMap& results, bf16* to, int width,
                                             int first, int begin, int count, uint64_t policy) {
-  if (first >= width) return;
-  constexpr int kPieces = kTileOutColumns<kUp> / 8;
+  constexpr int kPieces = Results::kBoxColumns / 8;
   const int lane = threadIdx.x % 32, whole = count / kTileBoxOut * kTileBoxOut;
-  if (lane == 0) {
-    for (int r = 0; r < whole; r += kTileBoxOut) {
-      CopyTensor3Out(&results, first, begin + r, 0, space + r * 2 * kTileOutColumns<kUp>, policy);
+#pragma unroll
+  for (int box = 0; box < Results::kBoxes; ++box, first += Results::kBoxColumns, space += Results::kBoxBytes) {
+    if (first >= width) break;
+    if (lane == 0) {
+      for (int r = 0; r < whole; r += kTileBoxOut) {
+        CopyTensor3Out(&results, first, begin + r, 0, space + r * 2 * Results::kBoxColumns, policy);
+      }
     }
-    CopyOutCommit();
-  }
-  // The rest, as the rows after it are another expert's.
-  for (int i = lane; i < (count - whole) * kPieces; i += 32) {
-    const int row = whole + i / kPieces, piece = i % kPieces;
-    if (first + 8 * piece < width) {
-      *reinterpret_cast<uint4*>(to + static_cast<int64_t>(begin + row) * width + first + 8 * piece) =
-          *reinterpret_cast<const uint4*>(space + ResultAt<kUp>(row, piece));
+    // The rest, as the rows after it are another expert's.
+    for (int i = lane; i < (count - whole) * kPieces; i += 32) {
+      const int row = whole + i / kPieces, piece = i % kPieces;
+      if (first + 8 * piece < width) {
+        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(begin + row) * width + first + 8 * piece) =
+            *reinterpret_cast<const uint4*>(space + Results::At(row, piece));
+      }
     }
   }
+  if (lane == 0) CopyOutCommit();
 }
 
 // The storing warp: takes results away, gives their stages back and counts up tiles that are done.
 template <typename Shared>
 __device__ __forceinline__ void StoreTiles(Shared& s, const TileMaps& maps, const TileArgs& args) {
-  const int lane = threadIdx.x % 32;
+  using Up = TileResults<Shared, true>;
+  using Down = TileResults<Shared, false>;
+  const int lane = threadIdx.x % 32, rank = static_cast<int>(ClusterRank());
   uint32_t phases = 0;  // of `ready`, a bit a barrier
   // y is not read before all of it is there, which is more than the second-level cache holds.
   const uint64_t normal = EvictNormalPolicy(), once = EvictFirstPolicy();
@@ -120,6 +114,8 @@ __device__ __forceinline__ void StoreTiles(Shared& s, const TileMaps& maps, cons
     const MoeTile tile = s.leaving[slot];
     const int first_stage = s.leaving_stage[slot];
     if (tile.count == 0) break;
+    const TileShare share = ShareOf<Shared::kSplitsPicks>(tile, rank);
+    const int begin = tile.begin + share.begin;
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       const int stage = tile.up ? first_stage : (first_stage + group) % Shared::kStages;
@@ -128,11 +124,11 @@ __device__ __forceinline__ void StoreTiles(Shared& s, const TileMaps& maps, cons
       phases ^= 1u << bit;
       const unsigned char* space = reinterpret_cast<const unsigned char*>(&s.stage[stage]);
       if (tile.up) {
-        SendResults<true>(space + group * kTileUpSpace, maps.h_results, args.h, args.inner,
-                          tile.first_row / 2 + group * kTileOutColumns<true>, tile.begin, tile.count, normal);
+        SendResults<Up>(space + group * Up::kBoxes * Up::kBoxBytes, maps.h_results, args.h, args.inner,
+                        tile.first_row / 2 + group * Up::kColumns, begin, share.count, normal);
       } else {
-        SendResults<false>(space, maps.y_results, args.rows, args.width,
-                           tile.first_row + group * kTileOutColumns<false>, tile.begin, tile.count, once);
+        SendResults<Down>(space, maps.y_results, args.y, args.width, tile.first_row + group * Down::kColumns, begin,
+                          share.count, once);
       }
     }
     if (lane == 0) CopyOutWaitRead();

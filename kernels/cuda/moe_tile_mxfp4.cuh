@@ -8,25 +8,36 @@
 namespace k3::cuda {
 
 struct Mxfp4TileStage {
-  static constexpr int kPieces = kTileWeightRows / kMxfp4Rows;
+  static constexpr bool kSplitsPicks = false;
+  static constexpr int kPieces = kWeightTileRows / kMxfp4Rows;
   static constexpr int kWeightBytes = kPieces * (kMxfp4PieceBytes + kMxfp4PieceScaleBytes), kRegisters = 224;
   alignas(1024) unsigned char x[kMoeTilePicks * 128];
   alignas(128) uint4 codes[kPieces][32];
   alignas(128) uint32_t scales[kPieces][8];
 };
 struct Mxfp4TileMaps : TileMaps {
+  CUtensorMap rows, few_rows;              // inputs of up, as those of down
   CUtensorMap w13, w2, scales13, scales2;  // boxes of a block's part of a step
 };
 using Mxfp4TileShared = TileShared<Mxfp4TileStage, 5, Mxfp4TileMaps>;
 
+// Each block brings its own weights, and every other box of the picks to both.
 static_assert(kTileDepth == kMxfp4Inputs);
-__device__ __forceinline__ void CopyTileWeights(Mxfp4TileShared& s, const Mxfp4TileMaps& maps, const TileArgs&,
-                                                const MoeTile& tile, int step, int stage, uint64_t policy) {
+__device__ __forceinline__ void CopyTileStep(Mxfp4TileShared& s, const Mxfp4TileMaps& maps, const TileArgs&,
+                                             const MoeTile& tile, int rank, int step, int stage, uint64_t policy) {
+  const PickBoxes boxes(tile.count);
+  BarrierArriveExpect(&s.full[stage], Mxfp4TileStage::kWeightBytes + boxes.bytes());
   const int piece = tile.first_row / kMxfp4Rows;
   CopyTensor3Hinted(s.stage[stage].codes, tile.up ? &maps.w13 : &maps.w2, step * (kMxfp4PieceBytes / 2), piece,
                     tile.expert, &s.full[stage], policy);
   CopyTensor3Hinted(s.stage[stage].scales, tile.up ? &maps.scales13 : &maps.scales2, step * (kMxfp4PieceScaleBytes / 2),
                     piece, tile.expert, &s.full[stage], policy);
+  const CUtensorMap& whole = tile.up ? maps.rows : maps.h;
+  const CUtensorMap& few = tile.up ? maps.few_rows : maps.few_h;
+  for (int box = rank; box < boxes.count; box += kTilePair) {
+    CopyTensor3Multicast(s.stage[stage].x + box * kTileBoxPicks * 2 * kTileDepth, box < boxes.whole ? &whole : &few,
+                         step * kTileDepth, tile.begin + box * kTileBoxPicks, 0, &s.full[stage], (1 << kTilePair) - 1);
+  }
 }
 
 // The A operands of 32 inputs, of which `scales` has those of row g in byte kPart and of row g + 8 in byte kPart + 2:
@@ -103,9 +114,10 @@ __device__ __forceinline__ void MultiplyMxfp4(const uint32_t (&a)[2][4], const u
 // The width of products is chosen within the loop over steps: of several loops each would have registers of its own for
 // the operands, as ptxas shares none between those of asynchronous products. Other branches it answers by serializing
 // the products.
-template <int kHalves, int kSums>
-__device__ __forceinline__ int MultiplyTile(Mxfp4TileShared& s, int steps, int count, int, int& n,
+template <bool kWide, int kSums>
+__device__ __forceinline__ int MultiplyTile(Mxfp4TileShared& s, int steps, bool, int count, int, int& n,
                                             float (&sum)[kSums]) {
+  constexpr int kHalves = kWide ? 2 : 1;
   const int lane = threadIdx.x % 32, piece = threadIdx.x / 32;
   uint32_t a[2][2][4];  // of the first 32 inputs of a step and of the last
   int step = 0;

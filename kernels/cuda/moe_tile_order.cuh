@@ -2,7 +2,7 @@
 
 #include "kernels/cuda/moe_tile_shared.cuh"
 
-// Which tiles a pair of blocks takes, and when: what the planning warp does.
+// Which tiles a pair of blocks takes, and when.
 namespace k3::cuda {
 
 // Tiles of one product are numbered by expert, then weight rows, then picks, so that blocks that run together share
@@ -10,9 +10,9 @@ namespace k3::cuda {
 // way while the last is copied.
 class TileFinder {
  public:
-  // `rows`: of an expert's weights.
-  __device__ __forceinline__ TileFinder(const TileArgs& args, bool wanted, int rows, int number)
-      : args_(args), blocks_((rows + kTilePairRows - 1) / kTilePairRows), number_(number) {
+  // `rows`: of an expert's weights; `own_rows`: of a tile's before the calling block's.
+  __device__ __forceinline__ TileFinder(const TileArgs& args, bool wanted, int rows, int own_rows, int number)
+      : args_(args), blocks_((rows + kTilePairRows - 1) / kTilePairRows), own_rows_(own_rows), number_(number) {
     tiles_ = wanted ? __ldcg(args.plan.tile_begin + args.experts) * blocks_ : 0;
     Look(0);
     Find();
@@ -44,7 +44,7 @@ class TileFinder {
     tile_.expert = expert_ + at;
     tile_.begin = picks_begin + local % tiles * share;
     tile_.count = min(share, picks_end - tile_.begin);
-    tile_.first_row = local / tiles * kTilePairRows + static_cast<int>(ClusterRank()) * kTileWeightRows;
+    tile_.first_row = local / tiles * kTilePairRows + own_rows_;
     expert_tiles_ = tiles;
     expert_tiles_through_ = end;
     Look(tile_.expert);
@@ -58,7 +58,7 @@ class TileFinder {
   }
 
   const TileArgs& args_;
-  const int blocks_;
+  const int blocks_, own_rows_;
   int number_, tiles_;
   int expert_;                   // of lane 0
   int tile_begin_, pick_begin_;  // of the lane's expert
@@ -71,13 +71,13 @@ class TileFinder {
 // begun, so that none waits for ever.
 class TileOrder {
  public:
-  __device__ __forceinline__ explicit TileOrder(const TileArgs& args)
+  __device__ __forceinline__ TileOrder(const TileArgs& args, int own_rows)
       : args_(args),
         pairs_(static_cast<int>(gridDim.x) / kTilePair),
         up_blocks_((2 * args.inner + kTilePairRows - 1) / kTilePairRows),
         // Pairs with one up tile more are to have one down tile less.
-        up_(args, args.up, 2 * args.inner, static_cast<int>(blockIdx.x) / kTilePair),
-        down_(args, args.down, args.width, pairs_ - 1 - static_cast<int>(blockIdx.x) / kTilePair) {}
+        up_(args, args.up, 2 * args.inner, own_rows, static_cast<int>(blockIdx.x) / kTilePair),
+        down_(args, args.down, args.width, own_rows, pairs_ - 1 - static_cast<int>(blockIdx.x) / kTilePair) {}
 
   __device__ __forceinline__ bool Next(MoeTile& tile) {
     bool down = down_.has();
@@ -105,26 +105,34 @@ class TileOrder {
   int begun_ = 0;  // up tiles
 };
 
-// The planning warp. Of a down tile it also waits for what the tile reads.
+// Whether what a tile reads is there; one thread. To ask takes a trip to memory.
+__device__ __forceinline__ bool InputsThere(const TileArgs& args, const MoeTile& tile) {
+  if (tile.needs == 0) return true;
+  if (LoadAcquire(args.plan.up_done + tile.expert) < static_cast<uint32_t>(tile.needs)) return false;
+  FenceGlobalForCopy();
+  return true;
+}
+__device__ __forceinline__ void WaitForInputs(const TileArgs& args, const MoeTile& tile) {
+  if (tile.needs == 0) return;
+  // An acquire that finds nothing would empty the first-level cache, over and over.
+  while (LoadRelaxed(args.plan.up_done + tile.expert) < static_cast<uint32_t>(tile.needs)) __nanosleep(400);
+  while (!InputsThere(args, tile)) {
+  }
+}
+
+// Tiles as a planning warp finds them, which is ahead of the bringing thread and also waits for their inputs.
 template <typename Shared>
 __device__ __forceinline__ void PlanTiles(Shared& s, const TileArgs& args) {
+  GridDependencyWait();
   const bool leads = threadIdx.x % 32 == 0;
-  TileOrder order(args);
+  TileOrder order(args, static_cast<int>(ClusterRank()) * kWeightTileRows);
   MoeTile tile;
   for (int n = 0;; ++n) {
-    const int slot = n % kTileTilesAhead;
+    const int slot = n % Shared::kPlanned;
     if (!order.Next(tile)) tile.count = 0;
     if (leads) {
-      if (tile.count > 0 && tile.needs > 0) {
-        // An acquire that finds nothing would empty the first-level cache, over and over.
-        const uint32_t* const done = args.plan.up_done + tile.expert;
-        const uint32_t needs = static_cast<uint32_t>(tile.needs);
-        while (LoadRelaxed(done) < needs) __nanosleep(400);
-        while (LoadAcquire(done) < needs) {
-        }
-        FenceGlobalForCopy();
-      }
-      BarrierWait(&s.taken[slot], (n / kTileTilesAhead & 1) ^ 1);
+      if (tile.count > 0) WaitForInputs(args, tile);
+      BarrierWait(&s.taken[slot], (n / Shared::kPlanned & 1) ^ 1);
       s.plan[slot] = tile;
       BarrierArrive(&s.planned[slot]);
     }
@@ -132,5 +140,82 @@ __device__ __forceinline__ void PlanTiles(Shared& s, const TileArgs& args) {
     if (tile.count == 0) break;
   }
 }
+template <typename Shared>
+class PlannedTiles {
+ public:
+  __device__ __forceinline__ PlannedTiles(Shared& s, const TileArgs&) : s_(s) {}
+  // The next tile, or one without picks; its inputs are there.
+  __device__ __forceinline__ MoeTile Next() {
+    const int slot = number_ % Shared::kPlanned;
+    BarrierWait(&s_.planned[slot], number_++ / Shared::kPlanned & 1);
+    const MoeTile tile = s_.plan[slot];
+    BarrierArrive(&s_.taken[slot]);
+    if (tile.needs > 0) FenceGlobalForCopy();
+    return tile;
+  }
+  __device__ __forceinline__ void Step(int, int) {}
+
+ private:
+  Shared& s_;
+  int number_ = 0;
+};
+
+// The same by the bringing warp itself, beside its steps, for there is no warp to spare where picks are split: while
+// the ring is full the coming tile is found, its rows' places are told to the gathering warps and its inputs asked for,
+// each a trip to memory.
+template <typename Shared>
+class TileForesight {
+ public:
+  __device__ __forceinline__ TileForesight(Shared& s, const TileArgs& args) : s_(s), args_(args), order_(args, 0) {
+    Find();
+    Tell();
+  }
+  __device__ __forceinline__ MoeTile Next() {
+    const MoeTile tile = coming_;
+    if (threadIdx.x % 32 == 0 && !there_ && tile.count > 0) WaitForInputs(args_, tile);
+    __syncwarp();
+    return tile;
+  }
+  // `step` of the tile that Next gave is on its way.
+  __device__ __forceinline__ void Step(int step, int steps) {
+    __syncwarp();
+    const int found = min(1, steps - 1), told = min(4, steps - 1), asked = max(told, steps - 3);
+    if (step == found) Find();
+    if (step == told) Tell();
+    if (step == asked && threadIdx.x % 32 == 0) there_ = coming_.count == 0 || InputsThere(args_, coming_);
+  }
+
+ private:
+  static constexpr int kLaneRows = Shared::kPicks / 32;
+
+  __device__ __forceinline__ void Find() {
+    if (!order_.Next(coming_)) coming_.count = 0;
+    const TileShare share = ShareOf<true>(coming_, static_cast<int>(ClusterRank()));
+    const int* const token = args_.plan.token_of + coming_.begin + share.begin;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      const int pick = threadIdx.x % 32 + 32 * i;
+      token_[i] = coming_.up && pick < share.count ? __ldcg(token + pick) : 0;
+    }
+  }
+  __device__ __forceinline__ void Tell() {
+    const int slot = told_ % Shared::kPlanned, lane = threadIdx.x % 32;
+    BarrierWait(&s_.taken[slot], (told_++ / Shared::kPlanned & 1) ^ 1);
+    const uint32_t row_size = static_cast<uint32_t>(args_.x.ld / 8);
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) s_.row[slot][lane + 32 * i] = token_[i] * row_size;
+    if (lane == 0) s_.plan[slot] = coming_;
+    __syncwarp();
+    if (lane == 0) BarrierArrive(&s_.planned[slot]);
+  }
+
+  Shared& s_;
+  const TileArgs& args_;
+  TileOrder order_;
+  MoeTile coming_;
+  bool there_ = false;         // what coming_ reads; lane 0
+  int told_ = 0;               // tiles
+  uint32_t token_[kLaneRows];  // of picks of coming_
+};
 
 }  // namespace k3::cuda

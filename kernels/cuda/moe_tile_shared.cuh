@@ -6,14 +6,13 @@
 #include "kernels/cuda/moe.cuh"
 #include "kernels/cuda/weight_tiles.h"
 
-// Expert products for many picks an expert, bf16 warpgroup products. The weights
-// are the 64-row side (128 rows a block, two multiplying warpgroups), an expert's picks the other, whose width fits
-// their number to within 8: a weight is read once for up to 320 picks, and little is multiplied for nothing. The copy
-// engine brings both and takes the results away. A block's weights of a step lie side by side (weight_tiles.h): as
-// boxes of rows with a pitch they were 128 pieces, each from a page of memory of its own.
-//
-// Blocks work in pairs, clusters of two, on neighbouring rows of weights for the same picks, of which each brings every
-// other box to both: what comes from the second-level cache is a third less, and that is power, which limits the clock.
+// Expert products for many picks an expert, bf16 warpgroup products. The weights are the side of 64 rows, an expert's
+// picks the other, whose width fits their number to within 8: a weight is read once for up to 320 picks, and little is
+// multiplied for nothing. Blocks work in pairs, clusters of two, on a tile of 256 rows of weights and the picks. Either
+// they split the picks: the weights come to both, each brings half of them, and a block brings its own picks' rows from
+// wherever their tokens are (bf16 weights). Or they split the rows of weights: the picks come to both, from where they
+// were laid side by side before (MXFP4, whose codes would else be turned into operands twice). Either way what comes
+// from the second-level cache is a third less than without pairs, and that is power, which limits the clock.
 //
 // Resident pairs take every so many-th tile of either product, a down tile as soon as the up tiles that it reads were
 // begun long enough ago; counters in global memory say when these have really ended. Up tiles, which are long, and down
@@ -24,23 +23,17 @@
 namespace k3::cuda {
 
 constexpr int kTileMultiplyThreads = 256;
-constexpr int kTileThreads = kTileMultiplyThreads + 128;
-// Warps of the last four: one finds tiles, one brings operands, one takes results away.
-constexpr int kTilePlanWarp = kTileMultiplyThreads / 32, kTileCopyWarp = kTilePlanWarp + 1;
-constexpr int kTileStoreWarp = kTileCopyWarp + 1;
-constexpr int kTileWeightRows = kWeightTileRows;
+// The last four warps: one has operands brought, one takes results away, two gather rows, or one of them finds tiles.
+constexpr int kTileBringWarp = kTileMultiplyThreads / 32, kTileStoreWarp = kTileBringWarp + 1;
+constexpr int kTileGatherWarp = kTileStoreWarp + 1, kTileGatherWarps = 2;
+constexpr int kTileThreads = 32 * (kTileGatherWarp + kTileGatherWarps);
 constexpr int kTilePair = 2;  // blocks
-constexpr int kTilePairRows = kTilePair * kTileWeightRows;
+constexpr int kTilePairRows = kTilePair * kWeightTileRows;
 constexpr int kTileDepth = 2 * kWeightTileInputs;
-constexpr int kTileTilesAhead = 4;  // of the planning warp, and of the copying thread before stores, at most
-constexpr int kTileBoxPicks = 32, kTileBoxFew = 16;  // of one copy, and of the last if that is enough
+constexpr int kTileTilesAhead = 4;  // brought before their results are stored, at most
 constexpr int kTileHalf = kMoeTilePicks / 2;
-constexpr int kTileBoxOut = 16;  // picks of one copy of results
-template <bool kUp>
-constexpr int kTileOutColumns = kUp ? 32 : 64;  // of results, a warpgroup
-template <bool kUp>
-constexpr int kTileSpaces = kUp ? 1 : 2;  // stages that results of a tile take on their way out
-constexpr int kTileUpSpace = kMoeTilePicks * 2 * kTileOutColumns<true>;  // bytes of a stage, for a warpgroup's results
+constexpr int kTileBoxPicks = 32, kTileBoxFew = 16;  // of one copy, and of the last if that is enough
+constexpr int kTileBoxOut = 16;                      // picks of one copy of results
 
 struct MoeTile {
   int expert;
@@ -51,32 +44,61 @@ struct MoeTile {
 };
 
 // What the kernel needs of a kind of weights: a stage of them, in which a step's picks are `x`, and how many; its maps;
-// CopyTileWeights and MultiplyTile of these.
+// CopyTileStep and MultiplyTile of these.
 template <typename Stage, int kStagesOfRing, typename TileMaps>
 struct TileShared {
   using Maps = TileMaps;
+  static constexpr bool kSplitsPicks = Stage::kSplitsPicks;
   static constexpr int kStages = kStagesOfRing, kWeightBytes = Stage::kWeightBytes;
+  static constexpr int kPlanned = kSplitsPicks ? 2 : 4;                          // tiles ahead, at most
+  static constexpr int kPicks = kMoeTilePicks / (kSplitsPicks ? kTilePair : 1);  // of a block, at most
   // Of a multiplying thread, and of the others: 168 on average, as the launch gives them.
   static constexpr int kMultiplyRegisters = Stage::kRegisters, kOtherRegisters = 3 * 168 - 2 * kMultiplyRegisters;
+  static constexpr int kGatherThreads = kSplitsPicks ? 32 * kTileGatherWarps : 0;
 
   Stage stage[kStages];
+  alignas(16) uint32_t row[kPlanned][kSplitsPicks ? kPicks : 4];  // of x, for an up tile's picks; in 16 bytes
   // Barriers, and who arrives at them.
-  uint64_t full[kStages];              // the copying thread, and the copy engine
+  uint64_t full[kStages];              // the bringing warp, the gathering threads, and the copy engine
   uint64_t empty[kStages];             // every multiplying warp of both blocks, or for them the storing warps
   uint64_t ready[kStages][2];          // results of a warpgroup in a stage: its four warps
-  uint64_t planned[kTileTilesAhead];   // the planning warp's first lane
-  uint64_t taken[kTileTilesAhead];     // the copying thread
-  uint64_t listed[kTileTilesAhead];    // the copying thread
-  MoeTile plan[kTileTilesAhead];       // by turns: from the planning warp to the copying thread
+  uint64_t planned[kPlanned];          // who finds tiles
+  uint64_t taken[kPlanned];            // the gathering warps, or the bringing one
+  uint64_t listed[kTileTilesAhead];    // the bringing warp
+  MoeTile plan[kPlanned];              // by turns: from who finds them to who needs them
   MoeTile tile[kStages];               // at the stage of its first step: to the multiplying warps
   MoeTile leaving[kTileTilesAhead];    // by turns: to the storing warp
   int leaving_stage[kTileTilesAhead];  // the first that its results take
 };
 
+// The picks of a tile that a block of the pair multiplies, from MoeTile::begin on: all, or about half.
+struct TileShare {
+  int begin, count;
+};
+template <bool kSplitsPicks>
+__device__ __forceinline__ TileShare ShareOf(const MoeTile& tile, int rank) {
+  if constexpr (!kSplitsPicks) return {0, tile.count};
+  const int half = (tile.count + 15) / 16 * 8, begin = rank * half;
+  return {begin, max(0, min(half, tile.count - begin))};
+}
+
+// Results of a warpgroup in a stage, as the copy engine has them: boxes of columns side by side, in each of which a
+// pick's are a row.
+template <typename Shared, bool kUp>
+struct TileResults {
+  static constexpr int kColumns = (Shared::kSplitsPicks ? 2 : 1) * (kUp ? 32 : 64);
+  static constexpr int kBoxColumns = kColumns < 64 ? kColumns : 64, kBoxes = kColumns / kBoxColumns;
+  static constexpr int kBoxBytes = Shared::kPicks * 2 * kBoxColumns;
+  static constexpr int kStages = kUp ? 1 : 2;  // for both warpgroups
+  // Byte of a piece of 16 bytes of a row.
+  static __device__ __forceinline__ int At(int row, int piece) {
+    return row * 2 * kBoxColumns + ((piece ^ (kBoxColumns < 64 ? row / 2 % 4 : row % 8)) << 4);
+  }
+};
+
 struct TileMaps {
-  CUtensorMap rows, h;               // inputs of the picks, boxes of kTileBoxPicks
-  CUtensorMap few_rows, few_h;       // the same, boxes of kTileBoxFew
-  CUtensorMap h_results, y_results;  // boxes of kTileBoxOut x kTileOutColumns
+  CUtensorMap h, few_h;              // inputs of down, boxes of kTileBoxPicks and of kTileBoxFew
+  CUtensorMap h_results, y_results;  // boxes of kTileBoxOut x TileResults::kBoxColumns
 };
 
 struct TileArgs {
@@ -86,8 +108,9 @@ struct TileArgs {
   int width, inner;   // multiples of 32
   bool weights_once;  // mostly: few experts have more than one tile of picks
   ActivationSpec activation;
-  bf16* rows;                                // [picks, width], the inputs of up, then the outputs of down
+  Matrix<const bf16> x;                      // [tokens, width], rows aligned to 16 bytes; where the picks are split
   bf16* h;                                   // [picks, inner]
+  bf16* y;                                   // [picks, width]; where the picks are not split, the inputs of up before
   const bf16 *w13 = nullptr, *w2 = nullptr;  // bf16, as weight_tiles.h has them
 };
 

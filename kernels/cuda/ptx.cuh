@@ -26,6 +26,16 @@ __device__ __forceinline__ void CopyAsync16(void* shared, const void* global, bo
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// The same if `wanted`, without a branch, to an address in shared memory.
+__device__ __forceinline__ void CopyAsync16If(bool wanted, uint32_t shared, const void* global, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %0, 0;\n"
+      "@wanted cp.async.cg.shared.global [%1], [%2], 16, %3;\n"
+      "}" ::"r"(static_cast<int>(wanted)),
+      "r"(shared), "l"(global), "r"(valid ? 16 : 0));
+}
 // The same for 4 or 8 bytes.
 template <int kBytes>
 __device__ __forceinline__ void CopyAsyncSmall(void* shared, const void* global, bool valid) {
@@ -70,6 +80,10 @@ __device__ __forceinline__ void BarrierWait(uint64_t* barrier, uint32_t parity) 
       "}" ::"r"(SharedAddress(barrier)),
       "r"(parity)
       : "memory");
+}
+// Arrives, one of those that the barrier counts, once all CopyAsync of this thread so far have landed.
+__device__ __forceinline__ void BarrierArriveCopied(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
 // `bytes`, a multiple of 16, between 16-byte aligned addresses. One thread issues it for the block.
 __device__ __forceinline__ void CopyBulk(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
@@ -457,6 +471,16 @@ __device__ __forceinline__ void BarrierArriveAt(uint64_t* barrier, uint32_t rank
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
       "}" ::"r"(SharedAddress(barrier)),
       "r"(rank)
+      : "memory");
+}
+// CopyBulkHinted to the same place in each block of the cluster whose bit is set in `blocks`, completing on its
+// barrier.
+__device__ __forceinline__ void CopyBulkMulticast(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
+                                                  uint16_t blocks, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1], "
+      "%2, [%3], %4, %5;" ::"r"(SharedAddress(shared)),
+      "l"(global), "r"(bytes), "r"(SharedAddress(barrier)), "h"(blocks), "l"(policy)
       : "memory");
 }
 // CopyTensor3 to the same place in each block of the cluster whose bit is set in `blocks`, completing on its barrier.

@@ -49,10 +49,12 @@ class Arena {
   std::vector<void*> blocks_;
 };
 
-// For seconds after large products the card's clocks stay low, which makes kernels up to a quarter slower. A row, like
-// the ceilings, starts from a rested card, unless it is one of hundreds or shows what is left after a second of work.
+// A large product that starts from a rested card runs at full clocks for some 50 ms, then the power limit lowers them
+// by a quarter, and they stay low for seconds. So a row, like the ceilings, starts from a rested card and ends before
+// that, unless it is one of hundreds or shows what is left after a second of work: medians over longer times were those
+// of one state or the other, as it fell out.
 struct Timing {
-  double budget = 0.15;  // seconds, about
+  double budget = 0.03;  // seconds, about
   bool rested = true;
   double warm = 0;  // seconds of replays before
 };

@@ -263,8 +263,9 @@ TEST_P(MoeTest, OneExpertAmongManyGetsMostTokens) {
 
 // The tiles of the large products are as wide as an expert's picks ask for, up to 320.
 TEST_P(MoeTest, AnyNumberOfPicksAnExpert) {
-  const std::vector<int32_t> counts = {17,  0,   50,  90,  128, 150, 161, 200, 209, 216, 225, 233, 241, 249,
-                                       256, 257, 265, 273, 281, 288, 296, 300, 305, 313, 1,   321, 1500};
+  const std::vector<int32_t> counts = {17,  0,   50,   90,  128, 150, 161, 200, 209, 216, 225, 233,
+                                       241, 249, 256,  257, 265, 273, 281, 288, 296, 300, 305, 313,
+                                       1,   321, 1500, 7,   8,   9,   15,  16,  33,  63,  64,  65};
   for (WeightKind kind : {WeightKind::kBf16, WeightKind::kMxfp4}) {
     if (slow() && kind == WeightKind::kMxfp4) continue;
     const Layer layer = MakeLayer(kind, static_cast<int32_t>(counts.size()), 64, 96, 25);
