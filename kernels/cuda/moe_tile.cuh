@@ -205,8 +205,8 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       BarrierInit(&s.ready[stage][1], 4);
     }
     for (int slot = 0; slot < Shared::kPlanned; ++slot) {
-      BarrierInit(&s.planned[slot], 1);
-      BarrierInit(&s.taken[slot], Shared::kSplitsPicks ? kTileGatherWarps : 1);
+      BarrierInit(&s.planned[slot], Shared::kSplitsPicks ? 32 : 1);
+      BarrierInit(&s.taken[slot], Shared::kSplitsPicks ? Shared::kGatherThreads : 1);
     }
     for (int slot = 0; slot < kTileTilesAhead; ++slot) BarrierInit(&s.listed[slot], 1);
     BarrierInitFence();

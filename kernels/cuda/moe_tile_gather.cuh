@@ -32,8 +32,7 @@ __device__ __forceinline__ void GatherTiles(Shared& s, const TileArgs& args) {
     for (int i = 0; i < kBatches; ++i) {
       row[i] = *reinterpret_cast<const uint4*>(s.row[slot] + first + i * kBatch);
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) BarrierArrive(&s.taken[slot]);
+    BarrierArrive(&s.taken[slot]);
     const int steps = ((tile.up ? args.width : args.inner) + kTileDepth - 1) / kTileDepth;
     const int turns = steps + (tile.up ? TileResults<Shared, true>::kStages : TileResults<Shared, false>::kStages);
     const int rows = tile.up ? ShareOf<true>(tile, rank).count - first : 0;

@@ -205,8 +205,7 @@ class TileForesight {
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) s_.row[slot][lane + 32 * i] = token_[i] * row_size;
     if (lane == 0) s_.plan[slot] = coming_;
-    __syncwarp();
-    if (lane == 0) BarrierArrive(&s_.planned[slot]);
+    BarrierArrive(&s_.planned[slot]);
   }
 
   Shared& s_;

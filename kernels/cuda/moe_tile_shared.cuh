@@ -62,8 +62,8 @@ struct TileShared {
   uint64_t full[kStages];              // the bringing warp, the gathering threads, and the copy engine
   uint64_t empty[kStages];             // every multiplying warp of both blocks, or for them the storing warps
   uint64_t ready[kStages][2];          // results of a warpgroup in a stage: its four warps
-  uint64_t planned[kPlanned];          // who finds tiles
-  uint64_t taken[kPlanned];            // the gathering warps, or the bringing one
+  uint64_t planned[kPlanned];          // the thread or the warp that finds tiles
+  uint64_t taken[kPlanned];            // the gathering threads, or the bringing one
   uint64_t listed[kTileTilesAhead];    // the bringing warp
   MoeTile plan[kPlanned];              // by turns: from who finds them to who needs them
   MoeTile tile[kStages];               // at the stage of its first step: to the multiplying warps
