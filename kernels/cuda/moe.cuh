@@ -49,14 +49,32 @@ struct PlanArgs {
   MoePlan plan;
 };
 
+// work(pair, its local expert or -1) for pairs [begin, end), the calling thread's; four ids are on their way at a time.
+template <typename Work>
+__device__ __forceinline__ void ForPairs(const PlanArgs& args, int begin, int end, const Work& work) {
+  constexpr int kTogether = 4;
+  for (int first = begin + threadIdx.x; first < end; first += kTogether * blockDim.x) {
+    int expert[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int pair = first + i * blockDim.x;
+      expert[i] = pair < end ? args.ids[pair] - args.first : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int pair = first + i * blockDim.x;
+      if (pair < end) work(pair, expert[i] < args.experts ? max(expert[i], -1) : -1);
+    }
+  }
+}
+
 // Zeroes the counters, [experts] in shared memory, and counts the picks among pairs [begin, end).
 __device__ __forceinline__ void CountPicks(const PlanArgs& args, int begin, int end, int* counter) {
   for (int e = threadIdx.x; e < args.experts; e += blockDim.x) counter[e] = 0;
   __syncthreads();
-  for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
-    const int e = args.ids[i] - args.first;
-    if (e >= 0 && e < args.experts) atomicAdd(&counter[e], 1);
-  }
+  ForPairs(args, begin, end, [&](int, int e) {
+    if (e >= 0) atomicAdd(&counter[e], 1);
+  });
   __syncthreads();
 }
 
@@ -104,16 +122,15 @@ __device__ __forceinline__ void LayOutPicks(const PlanArgs& args, int* shared, b
 
 // counter[e] is the next free pick of e.
 __device__ __forceinline__ void PlacePicks(const PlanArgs& args, int begin, int end, int* counter) {
-  for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
-    const int e = args.ids[i] - args.first;
+  ForPairs(args, begin, end, [&](int pair, int e) {
     int pick = -1;
-    if (e >= 0 && e < args.experts) {
+    if (e >= 0) {
       // The order within an expert is free: no sum runs over picks of different tokens.
       pick = atomicAdd(&counter[e], 1);
-      args.plan.token_of[pick] = i / args.top_k;
+      args.plan.token_of[pick] = pair / args.top_k;
     }
-    args.plan.pick_of[i] = pick;
-  }
+    args.plan.pick_of[pair] = pick;
+  });
 }
 
 // The plan by one block, for up to kMoePlanHeld pairs a thread. Shared memory: [experts] counters, 33 ints.

@@ -6,32 +6,29 @@
 namespace k3::cuda {
 
 // Tiles of one product are numbered by expert, then weight rows, then picks, so that blocks that run together share
-// weights and picks. A warp that asks for every so many-th tile; what it reads of the plan for the next one is on its
-// way while the last is copied.
+// weights and picks. A warp that asks for ever higher numbers; what it reads of the plan for the next one is on its way
+// while the last is copied.
 class TileFinder {
  public:
   // `rows`: of an expert's weights; `own_rows`: of a tile's before the calling block's.
-  __device__ __forceinline__ TileFinder(const TileArgs& args, bool wanted, int rows, int own_rows, int number)
-      : args_(args), blocks_((rows + kTilePairRows - 1) / kTilePairRows), own_rows_(own_rows), number_(number) {
-    tiles_ = wanted ? __ldcg(args.plan.tile_begin + args.experts) * blocks_ : 0;
+  __device__ __forceinline__ TileFinder(const TileArgs& args, bool wanted, int rows, int own_rows)
+      : args_(args),
+        blocks_((rows + kTilePairRows - 1) / kTilePairRows),
+        own_rows_(own_rows),
+        tiles_(wanted ? __ldcg(args.plan.tile_begin + args.experts) * blocks_ : 0) {
     Look(0);
-    Find();
   }
-  __device__ __forceinline__ bool has() const { return number_ < tiles_; }
+  __device__ __forceinline__ int tiles() const { return tiles_; }
   __device__ __forceinline__ const MoeTile& tile() const { return tile_; }
   __device__ __forceinline__ int expert_tiles() const { return expert_tiles_; }           // picks' tiles of its expert
   __device__ __forceinline__ int tiles_through() const { return expert_tiles_through_; }  // of all up to its expert
-  __device__ __forceinline__ void Advance() {
-    number_ += gridDim.x / kTilePair;
-    Find();
-  }
 
- private:
-  __device__ __forceinline__ void Find() {
-    if (!has()) return;
+  // Nothing if there are not so many.
+  __device__ __forceinline__ void Find(int number) {
+    if (number >= tiles_) return;
     unsigned before;
-    // Lane l looks at the first tile of expert_ + l; the last one at most `number_` is asked for.
-    while ((before = __ballot_sync(kAllLanes, tile_begin_ * blocks_ <= number_)) == kAllLanes) {
+    // Lane l looks at the first tile of expert_ + l; the last one at most `number` is asked for.
+    while ((before = __ballot_sync(kAllLanes, tile_begin_ * blocks_ <= number)) == kAllLanes) {
       Look(expert_ + 31);
     }
     const int at = __popc(before) - 1;
@@ -39,7 +36,7 @@ class TileFinder {
     const int end = __shfl_sync(kAllLanes, tile_begin_, at + 1), tiles = end - first;
     const int picks_begin = __shfl_sync(kAllLanes, pick_begin_, at);
     const int picks_end = __shfl_sync(kAllLanes, pick_begin_, at + 1);
-    const int local = number_ - first * blocks_;
+    const int local = number - first * blocks_;
     const int share = ((picks_end - picks_begin + tiles - 1) / tiles + 15) / 16 * 16;
     tile_.expert = expert_ + at;
     tile_.begin = picks_begin + local % tiles * share;
@@ -49,6 +46,8 @@ class TileFinder {
     expert_tiles_through_ = end;
     Look(tile_.expert);
   }
+
+ private:
   // The plan may have ended while this launch waited: past the first-level cache.
   __device__ __forceinline__ void Look(int expert) {
     expert_ = expert;
@@ -58,8 +57,7 @@ class TileFinder {
   }
 
   const TileArgs& args_;
-  const int blocks_, own_rows_;
-  int number_, tiles_;
+  const int blocks_, own_rows_, tiles_;
   int expert_;                   // of lane 0
   int tile_begin_, pick_begin_;  // of the lane's expert
   MoeTile tile_;
@@ -75,33 +73,59 @@ class TileOrder {
       : args_(args),
         pairs_(static_cast<int>(gridDim.x) / kTilePair),
         up_blocks_((2 * args.inner + kTilePairRows - 1) / kTilePairRows),
-        // Pairs with one up tile more are to have one down tile less.
-        up_(args, args.up, 2 * args.inner, own_rows, static_cast<int>(blockIdx.x) / kTilePair),
-        down_(args, args.down, args.width, own_rows, pairs_ - 1 - static_cast<int>(blockIdx.x) / kTilePair) {}
+        up_number_(static_cast<int>(blockIdx.x) / kTilePair),
+        up_(args, args.up, 2 * args.inner, own_rows),
+        down_(args, args.down, args.width, own_rows) {
+    // Pairs with one up tile more are to have as many down tiles less as take that time, and leave the last rounds of
+    // these to the others.
+    others_ = pairs_ - up_.tiles() % pairs_;
+    const int up_steps = (args.width + kTileDepth - 1) / kTileDepth;
+    const int down_steps = (args.inner + kTileDepth - 1) / kTileDepth;
+    const int same_time = max(1, up_steps / down_steps);
+    rounds_of_all_ = max(0, (down_.tiles() - same_time * others_ + pairs_ - 1) / pairs_);
+    up_.Find(up_number_);
+    FindDown();
+  }
 
   __device__ __forceinline__ bool Next(MoeTile& tile) {
-    bool down = down_.has();
-    if (down && up_.has()) down = (down_.tiles_through() * up_blocks_ - 1) / pairs_ + 2 <= begun_;
-    if (down) {
+    const bool ups = up_number_ < up_.tiles(), downs = down_number_ < down_.tiles();
+    if (downs && (!ups || (down_.tiles_through() * up_blocks_ - 1) / pairs_ + 2 <= begun_)) {
       tile = down_.tile();
       tile.up = false;
       tile.needs = args_.up ? down_.expert_tiles() * up_blocks_ * kTilePair : 0;
-      down_.Advance();
+      FindDown();
       return true;
     }
-    if (!up_.has()) return false;
+    if (!ups) return false;
     tile = up_.tile();
     tile.up = true;
     tile.needs = 0;
     ++begun_;
-    up_.Advance();
+    up_.Find(up_number_ += pairs_);
     return true;
   }
 
  private:
+  __device__ __forceinline__ void FindDown() {
+    const int own = pairs_ - 1 - static_cast<int>(blockIdx.x) / kTilePair;
+    if (round_ < rounds_of_all_) {
+      down_number_ = round_ * pairs_ + own;
+    } else if (own < others_) {
+      down_number_ = rounds_of_all_ * pairs_ + (round_ - rounds_of_all_) * others_ + own;
+    } else {
+      down_number_ = down_.tiles();
+    }
+    ++round_;
+    down_.Find(down_number_);
+  }
+
   const TileArgs& args_;
   const int pairs_, up_blocks_;
+  int up_number_, down_number_;
   TileFinder up_, down_;
+  int others_;         // pairs without one up tile more
+  int rounds_of_all_;  // of down tiles
+  int round_ = 0;
   int begun_ = 0;  // up tiles
 };
 
