@@ -149,6 +149,9 @@ absl::Status Executor::Submit(const StepPlan& plan) {
   K3_CHECK(submitted_ - waited_ < kFlights);
   const int place = static_cast<int>(submitted_ % kFlights);
   const size_t mark = submitted_ % kMarks;
+  if (options_.profile != nullptr && submitted_ == waited_ && options_.profile->TakeRequest() && options_.on_profile) {
+    options_.on_profile(*options_.profile);
+  }
   try {
     ops_.BindThread();
     ops_.BeginRange("step");

@@ -24,7 +24,7 @@ struct ExecutorOptions {
   ProfiledOps* profile = nullptr;
   // Of experts over ranks. Without it experts are chosen exactly and not counted.
   std::optional<BalanceOptions> balance;
-  std::function<void(const ProfiledOps&)> on_profile;  // it has seen its last step
+  std::function<void(const ProfiledOps&)> on_profile;  // it has seen its last step, or was stopped behind one
 };
 
 // What Executor::WarmUp did, for the start report.
@@ -67,7 +67,10 @@ class Executor : public StepRunner {
   // slot. Before the first step.
   absl::StatusOr<WarmUpReport> WarmUp();
 
-  int max_in_flight() const override { return ops_.is_cpu() || profiling() ? 1 : kFlights; }
+  int max_in_flight() const override {
+    return ops_.is_cpu() || profiling() || (options_.profile != nullptr && options_.profile->requested()) ? 1
+                                                                                                          : kFlights;
+  }
   absl::Status Submit(const StepPlan& plan) override;
   absl::Status Wait(StepResult* result) override;
   absl::Status Run(const StepPlan& plan, StepResult* result) override;

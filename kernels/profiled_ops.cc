@@ -20,7 +20,25 @@ std::string Shape(const LinearParams& params) {
 
 }  // namespace
 
-ProfiledOps::ProfiledOps(std::unique_ptr<Ops> inner) : ForwardingOps(std::move(inner)) {}
+void ProfileSwitch::Start(int64_t steps) {
+  std::lock_guard lock(mutex_);
+  steps_ = steps;
+  started_ = true;
+  ended_ = {};
+  asked_.store(true);
+}
+
+std::optional<ProfileTable> ProfileSwitch::Stop() {
+  std::lock_guard lock(mutex_);
+  if (!started_) return std::nullopt;
+  started_ = false;
+  steps_ = 0;
+  asked_.store(true);
+  return std::move(ended_);
+}
+
+ProfiledOps::ProfiledOps(std::unique_ptr<Ops> inner, std::shared_ptr<ProfileSwitch> asked)
+    : ForwardingOps(std::move(inner)), asked_(std::move(asked)) {}
 
 ProfiledOps::~ProfiledOps() {
   for (Event event : events_) inner_->FreeEvent(event);
@@ -34,6 +52,23 @@ void ProfiledOps::Start(int64_t steps) {
   used_ = 0;
 }
 
+bool ProfiledOps::TakeRequest() {
+  if (!requested()) return false;
+  int64_t steps;
+  {
+    std::lock_guard lock(asked_->mutex_);
+    asked_->asked_.store(false);
+    steps = asked_->steps_;
+  }
+  if (steps > 0) {
+    Start(steps);
+    return false;
+  }
+  const bool ends = active() && table_.steps > 0;
+  steps_left_ = 0;
+  return ends;
+}
+
 Event ProfiledOps::TakeEvent() {
   if (used_ == events_.size()) events_.push_back(inner_->MakeEvent());
   return events_[used_++];
@@ -41,7 +76,7 @@ Event ProfiledOps::TakeEvent() {
 
 template <typename Call>
 void ProfiledOps::Time(const std::string& name, Stream stream, Call&& call) {
-  if (!active() || recording_) return call();
+  if (!measures()) return call();
   const auto [place, fresh] = line_of_.try_emplace(name, table_.lines.size());
   if (fresh) table_.lines.push_back({name, 0, 0});
   Line& line = table_.lines[place->second];
@@ -75,6 +110,11 @@ bool ProfiledOps::EndStep() {
   open_.clear();
   used_ = 0;
   ++table_.steps;
+  if (asked_ != nullptr) {
+    std::lock_guard lock(asked_->mutex_);
+    // What was asked for meanwhile is another profile.
+    if (!asked_->asked_.load()) asked_->ended_ = Result();
+  }
   return --steps_left_ == 0;
 }
 
@@ -85,14 +125,14 @@ ProfiledOps::Table ProfiledOps::Result() const {
   return table;
 }
 
-std::string ProfiledOps::Table::Text() const {
+std::string ProfileTable::Text() const {
   char row[160];
   const double count = static_cast<double>(std::max<int64_t>(steps, 1));
   std::snprintf(row, sizeof(row), "%ld steps, %.3f ms a step\n%-36s %10s %12s %7s\n", static_cast<long>(steps),
                 milliseconds / count, "op", "calls/step", "ms/step", "share");
   std::string text = row;
   double sum = 0;
-  for (const Line& line : lines) {
+  for (const ProfileLine& line : lines) {
     sum += line.milliseconds;
     std::snprintf(row, sizeof(row), "%-36s %10.1f %12.4f %6.1f%%\n", line.name.c_str(),
                   static_cast<double>(line.calls) / count, line.milliseconds / count,
@@ -102,6 +142,10 @@ std::string ProfiledOps::Table::Text() const {
   std::snprintf(row, sizeof(row), "%-36s %10s %12.4f %6.1f%%\n", "between ops", "", (milliseconds - sum) / count,
                 milliseconds > 0 ? 100 * (milliseconds - sum) / milliseconds : 0.0);
   return text + row;
+}
+
+void ProfiledOps::Measure(const char* name, Stream stream, const std::function<void()>& work) {
+  Time(name, stream, work);
 }
 
 std::unique_ptr<CapturedWork> ProfiledOps::Capture(const std::function<void()>& record, Stream stream) {
@@ -117,11 +161,11 @@ std::unique_ptr<CapturedWork> ProfiledOps::Capture(const std::function<void()>& 
 }
 
 void ProfiledOps::Linear(const LinearParams& params, Stream stream) {
-  if (!active()) return inner_->Linear(params, stream);
+  if (!measures()) return inner_->Linear(params, stream);
   Time("Linear" + Shape(params), stream, [&] { inner_->Linear(params, stream); });
 }
 void ProfiledOps::LinearPair(const LinearParams& first, const LinearParams& second, Stream stream) {
-  if (!active()) return inner_->LinearPair(first, second, stream);
+  if (!measures()) return inner_->LinearPair(first, second, stream);
   Time("LinearPair" + Shape(first), stream, [&] { inner_->LinearPair(first, second, stream); });
 }
 void ProfiledOps::Kda(const KdaParams& params, Stream stream) {

@@ -1,8 +1,11 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,44 +13,71 @@
 
 namespace k3 {
 
+// One kind of op over all profiled steps. Products are told apart by their shape.
+struct ProfileLine {
+  std::string name;
+  uint64_t calls = 0;
+  double milliseconds = 0;
+};
+struct ProfileTable {
+  int64_t steps = 0;
+  double milliseconds = 0;         // of the steps, from their first op to their last
+  std::vector<ProfileLine> lines;  // slowest first
+  std::string Text() const;
+};
+
+// Starts and ends profiles of a ProfiledOps, whose steps run meanwhile, from any thread.
+class ProfileSwitch {
+ public:
+  static constexpr int64_t kUntilStopped = INT64_MAX;
+
+  // A profile of `steps` steps, from the next one on. One that runs already is given up.
+  void Start(int64_t steps);
+  // None from the next step on. What the profile's ended steps took, also of one that has seen its last step; nothing
+  // if there was no Start since the last Stop.
+  std::optional<ProfileTable> Stop();
+
+ private:
+  friend class ProfiledOps;
+
+  std::atomic<bool> asked_{false};
+  std::mutex mutex_;
+  int64_t steps_ = 0;  // asked for; 0: none. Guarded by mutex_, as the next two.
+  bool started_ = false;
+  ProfileTable ended_;  // steps since Start
+};
+
 // An Ops that measures how long each model op of another one takes: between events on the stream, or by the clock on
 // the CPU. While it is active every step ends with a synchronization and must be launched op by op (captured work shows
 // as one piece). Inactive it hands everything through.
 class ProfiledOps final : public ForwardingOps {
  public:
-  // One kind of op over all profiled steps. Products are told apart by their shape.
-  struct Line {
-    std::string name;
-    uint64_t calls = 0;
-    double milliseconds = 0;
-  };
-  struct Table {
-    int64_t steps = 0;
-    double milliseconds = 0;  // of the steps, from their first op to their last
-    std::vector<Line> lines;  // slowest first
-    std::string Text() const;
-  };
+  using Line = ProfileLine;
+  using Table = ProfileTable;
 
-  explicit ProfiledOps(std::unique_ptr<Ops> inner);
+  // `asked` may be null.
+  explicit ProfiledOps(std::unique_ptr<Ops> inner, std::shared_ptr<ProfileSwitch> asked = nullptr);
   ~ProfiledOps() override;
 
   // Active from now on for `steps` steps.
   void Start(int64_t steps);
 
   bool active() const { return steps_left_ > 0; }
+  // The switch was used: steps are to end one by one until TakeRequest.
+  bool requested() const { return asked_ != nullptr && asked_->asked_.load(); }
+  // While no step runs: does what the switch asks for. True if that ends a profile that has seen a step.
+  bool TakeRequest();
   // The device has finished a step: takes the measurements over. True when it was the last one to be profiled.
   bool EndStep();
   Table Result() const;
 
   // What is measured runs alone.
-  Stream Fork(Stream stream) override { return active() && !recording_ ? stream : inner_->Fork(stream); }
+  Stream Fork(Stream stream) override { return measures() ? stream : inner_->Fork(stream); }
   void Join(Stream side, Stream stream) override {
     if (side != stream) inner_->Join(side, stream);
   }
   std::unique_ptr<CapturedWork> Capture(const std::function<void()>& record, Stream stream) override;
-  void Measure(const char* name, Stream stream, const std::function<void()>& work) override {
-    Time(name, stream, work);
-  }
+  void Measure(const char* name, Stream stream, const std::function<void()>& work) override;
 
   void BeginStep(const BeginStepParams& params, Stream stream) override;
   void Embed(const EmbedParams& params, Stream stream) override;
@@ -77,10 +107,12 @@ class ProfiledOps final : public ForwardingOps {
     Event from;
     Event to;
   };
+  bool measures() const { return active() && !recording_; }
   template <typename Call>
   void Time(const std::string& name, Stream stream, Call&& call);
   Event TakeEvent();
 
+  const std::shared_ptr<ProfileSwitch> asked_;
   int64_t steps_left_ = 0;
   bool recording_ = false;  // a capture: nothing runs, so nothing is measured
   Table table_;

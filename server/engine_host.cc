@@ -118,8 +118,10 @@ std::string WeightsVersion(const LoadedModel& model, std::optional<int64_t> seed
 }
 
 std::unique_ptr<EngineHost> EngineHost::Load(const ServerConfig& config, const std::function<void(double)>& progress,
-                                             EngineObserver* observer, Failure* failure) {
+                                             EngineObserver* observer, std::shared_ptr<ProfileSwitch> profile,
+                                             Failure* failure) {
   std::unique_ptr<EngineHost> host(new EngineHost());
+  host->profile_switch_ = std::move(profile);
   try {
     absl::Status status = host->OpenDevice(config);
     if (!status.ok()) {
@@ -227,10 +229,10 @@ absl::Status EngineHost::OpenDevice(const ServerConfig& config) {
       options.make_world = NcclWorld(ranks, config.batch_invariant);
     }
   }
-  if (config.profile_steps.has_value()) {
+  if (config.profile_steps.has_value() || profile_switch_ != nullptr) {
     options.make_ops = [this, make = std::move(options.make_ops)](int local) -> std::unique_ptr<Ops> {
       if (local > 0) return make(local);
-      auto profiled = std::make_unique<ProfiledOps>(make(local));
+      auto profiled = std::make_unique<ProfiledOps>(make(local), profile_switch_);
       profile_ = profiled.get();
       return profiled;
     };
@@ -376,7 +378,7 @@ absl::Status EngineHost::StartEngine(const ServerConfig& config, EngineObserver*
         "warm-up: {} decode graphs of {} to {} sequences with {} operations in {:.2f} s, {} MiB of device memory",
         warm_up->graphs, warm_up->smallest, warm_up->largest, warm_up->nodes, warm_up->seconds, warm_up->bytes >> 20);
   }
-  if (profile_ != nullptr) profile_->Start(*config.profile_steps);
+  if (config.profile_steps.has_value()) profile_->Start(*config.profile_steps);
 
   if (processes_ != nullptr) {
     processes_->Watch([this](const std::string& why) { OnLost(why); });

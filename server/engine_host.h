@@ -26,9 +26,11 @@ class EngineHost {
   };
 
   // Loads the model of `config` and starts its engine. `progress` gets the percent read so far. Null, and `failure`
-  // filled in, when that cannot be done. `observer` may be null and must outlive the host.
+  // filled in, when that cannot be done. `observer` may be null and must outlive the host; `profile`, which may be
+  // null, has the engine's steps profiled while it runs.
   static std::unique_ptr<EngineHost> Load(const ServerConfig& config, const std::function<void(double)>& progress,
-                                          EngineObserver* observer, Failure* failure);
+                                          EngineObserver* observer, std::shared_ptr<ProfileSwitch> profile,
+                                          Failure* failure);
   // Ends what still runs with UNAVAILABLE.
   ~EngineHost();
 
@@ -68,7 +70,8 @@ class EngineHost {
   std::unique_ptr<RankGroup> ranks_;
   std::unique_ptr<ProcessGroup> processes_;        // of several processes
   std::unique_ptr<ProcessRunner> process_runner_;  // of the leader among several
-  ProfiledOps* profile_ = nullptr;                 // of the first rank, when steps are to be profiled
+  std::shared_ptr<ProfileSwitch> profile_switch_;
+  ProfiledOps* profile_ = nullptr;  // of the first rank, when steps are or may be profiled
   std::unique_ptr<Engine> engine_;
   std::shared_ptr<ServedModel> served_;
 };

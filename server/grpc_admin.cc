@@ -24,7 +24,7 @@ constexpr LevelPair kLevels[] = {{pb::LOG_LEVEL_TRACE, spdlog::level::trace},
                                  {pb::LOG_LEVEL_WARN, spdlog::level::warn},
                                  {pb::LOG_LEVEL_ERROR, spdlog::level::err}};
 
-constexpr char kNoProfile[] = "steps are profiled from the start of the server on only: --profile-steps N";
+constexpr char kNoProfile[] = "this server profiles no steps";
 
 class GrpcAdminService final : public pb::AdminService::CallbackService {
  public:

@@ -31,7 +31,7 @@ std::unique_ptr<grpc::Service> MakeGrpcModelService(GenerationService* generatio
 // k3serve.inference.v1.AdminService.
 struct AdminActions {
   std::function<void()> drain;
-  // UNIMPLEMENTED without a profiler. `steps` 0: until stopped.
+  // May be null: UNIMPLEMENTED. `steps` 0: until stopped. The path is that of the profile's text.
   std::function<absl::Status(uint32_t steps)> start_profile;
   std::function<absl::Status(std::string* path)> stop_profile;
 };

@@ -183,7 +183,7 @@ Metrics::Metrics(Options options)
                                       "Bytes that this process's ranks sent to others in collectives, by kind")),
       collective_seconds_(CounterFamily(registry_, "collective_seconds_total",
                                         "Time in collectives by kind, over this process's ranks; of GPUs the first's "
-                                        "alone, and only of steps under --profile-steps")),
+                                        "alone, and only of profiled steps")),
       routing_(registry_) {
   Family<Counter>& finished =
       CounterFamily(registry_, "requests_finished_total", "Accepted requests by how they ended");

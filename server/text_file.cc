@@ -2,10 +2,12 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <filesystem>
 #include <system_error>
 
 #include "absl/strings/str_cat.h"
@@ -58,6 +60,28 @@ absl::StatusOr<std::string> ReadTextFile(const std::string& path) {
       return Failed(path, "read", errno);
     }
   }
+}
+
+absl::StatusOr<std::string> WriteTemporaryText(const std::string& prefix, const std::string& suffix,
+                                               const std::string& text) {
+  std::error_code error;
+  const std::filesystem::path folder = std::filesystem::temp_directory_path(error);
+  if (error) return absl::InternalError(absl::StrCat("no folder for temporary files: ", error.message()));
+  std::string path = (folder / (prefix + "XXXXXX" + suffix)).string();
+  const Descriptor file(mkostemps(path.data(), static_cast<int>(suffix.size()), O_CLOEXEC));
+  const auto failed = [&](int code) {
+    return absl::InternalError(absl::StrCat(path, ": cannot be written: ", std::generic_category().message(code)));
+  };
+  if (file.get() < 0) return failed(errno);
+  for (size_t done = 0; done < text.size();) {
+    const ssize_t size = write(file.get(), text.data() + done, text.size() - done);
+    if (size >= 0) {
+      done += static_cast<size_t>(size);
+    } else if (errno != EINTR) {
+      return failed(errno);
+    }
+  }
+  return path;
 }
 
 }  // namespace k3

@@ -11,4 +11,9 @@ namespace k3 {
 // read to their end; one that nobody writes to reads as empty.
 absl::StatusOr<std::string> ReadTextFile(const std::string& path);
 
+// Writes a new file, which only this user may read, in the folder for temporary files (TMPDIR): `prefix`, six letters,
+// `suffix`. Its path; INTERNAL where that fails.
+absl::StatusOr<std::string> WriteTemporaryText(const std::string& prefix, const std::string& suffix,
+                                               const std::string& text);
+
 }  // namespace k3

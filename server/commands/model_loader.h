@@ -16,16 +16,17 @@ namespace k3 {
 // on and keeps what it needs alive by itself.
 class ModelLoader {
  public:
-  ModelLoader(const ServerConfig& config, ServerHealth* health, EngineObserver* observer)
+  ModelLoader(const ServerConfig& config, ServerHealth* health, EngineObserver* observer,
+              std::shared_ptr<ProfileSwitch> profile)
       : shared_(std::make_shared<Shared>()) {
-    thread_ = std::thread([shared = shared_, config, health, observer] {
+    thread_ = std::thread([shared = shared_, config, health, observer, profile = std::move(profile)] {
       EngineHost::Failure failure;
       auto host = EngineHost::Load(
           config,
           [&](double percent) {
             if (!shared->given_up.load()) health->SetLoadPercent(percent);
           },
-          observer, &failure);
+          observer, profile, &failure);
       std::lock_guard lock(shared->mutex);
       shared->host = std::move(host);
       shared->failure = failure;

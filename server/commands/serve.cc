@@ -30,6 +30,7 @@
 #include "server/server_config.h"
 #include "server/signals.h"
 #include "server/span_exporter.h"
+#include "server/text_file.h"
 #include "server/tls_store.h"
 #include "server/version.h"
 #include "server/worker_pool.h"
@@ -112,7 +113,7 @@ class Server {
     if (!follows) {
       if (const int code = Listen(); code != kExitOk) return code;
     }
-    ModelLoader loader(config_, &health_, &metrics_);
+    ModelLoader loader(config_, &health_, &metrics_, profile_);
     while (!loader.Done()) {
       if (const int signal = signals.Wait(kTick)) {
         if (signal == SIGHUP) {
@@ -199,6 +200,21 @@ class Server {
     options.pump_threads = static_cast<int>(std::clamp(std::thread::hardware_concurrency() / 4, 1u, 4u));
     AdminActions actions;
     actions.drain = [this] { health_.StartDrain(Seconds(config_.drain_lag_seconds)); };
+    if (config_.admin_port.has_value()) {
+      profile_ = std::make_shared<ProfileSwitch>();
+      actions.start_profile = [profile = profile_](uint32_t steps) {
+        profile->Start(steps > 0 ? steps : ProfileSwitch::kUntilStopped);
+        return absl::OkStatus();
+      };
+      actions.stop_profile = [profile = profile_](std::string* path) {
+        const std::optional<ProfileTable> table = profile->Stop();
+        if (!table.has_value()) return absl::FailedPreconditionError("no profile was started since the last one");
+        absl::StatusOr<std::string> written = WriteTemporaryText("k3serve-profile-", ".txt", table->Text());
+        if (!written.ok()) return written.status();
+        *path = *std::move(written);
+        return absl::OkStatus();
+      };
+    }
     auto server = GrpcServer::Start(options, &generation_, &health_, &keys_, std::move(actions));
     if (!server.ok()) return Fail(kExitCannotBind, server.status());
     grpc_ = *std::move(server);
@@ -368,6 +384,7 @@ class Server {
   ProbeHandler probe_handler_{&gateway_};
   WorkerPool http_pool_;  // reads large bodies
   std::unique_ptr<GrpcServer> grpc_;
+  std::shared_ptr<ProfileSwitch> profile_;  // behind the admin port
   bool gave_up_ = false;
   std::unique_ptr<HttpServer> http_;
   std::unique_ptr<HttpServer> probes_;

@@ -15,7 +15,7 @@ import urllib.request
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from grpc_stubs import service, service_grpc, token_spec
+from grpc_stubs import admin, admin_grpc, service, service_grpc, token_spec
 from running_server import RunningServer, main
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -296,6 +296,47 @@ class ObservabilityTest(unittest.TestCase):
             for thread in threads:
                 thread.join()
         self.assertLess(slowest, 2)  # a probe's own limit; two cores are shared with the load itself
+        self.assertEqual(server.stop(), 0)
+
+    def test_a_profile_of_running_steps(self):
+        server = self.start("--admin-port", "0")
+        with grpc.insecure_channel(server.grpc) as channel, grpc.insecure_channel(server.admin) as private:
+            generation = service_grpc.GenerationServiceStub(channel)
+            actions = admin_grpc.AdminServiceStub(private)
+
+            def generate(tokens):
+                generation.Generate(service.GenerateRequest(
+                    spec=token_spec([50] * 5, max_new_tokens=tokens, ignore_eos=True)))
+
+            def stop():
+                path = actions.StopProfile(admin.StopProfileRequest()).path
+                try:
+                    with open(path) as file:
+                        text = file.read()
+                    self.assertEqual(os.stat(path).st_mode & 0o777, 0o600)
+                finally:
+                    os.remove(path)
+                steps = int(re.match(r"(\d+) steps, ", text).group(1))
+                return steps, text
+
+            with self.assertRaises(grpc.RpcError) as caught:
+                actions.StopProfile(admin.StopProfileRequest())
+            self.assertEqual(caught.exception.code(), grpc.StatusCode.FAILED_PRECONDITION)
+
+            generate(2)
+            actions.StartProfile(admin.StartProfileRequest())
+            generate(8)
+            steps, text = stop()
+            self.assertEqual(steps, 8)  # the prompt's step gives the first token
+            self.assertRegex(text, r"(?m)^RouterTopK")
+            generate(4)
+
+            actions.StartProfile(admin.StartProfileRequest(steps=3))
+            generate(8)
+            self.assertEqual(stop()[0], 3)
+            with self.assertRaises(grpc.RpcError) as caught:
+                actions.StopProfile(admin.StopProfileRequest())
+            self.assertEqual(caught.exception.code(), grpc.StatusCode.FAILED_PRECONDITION)
         self.assertEqual(server.stop(), 0)
 
 

@@ -26,7 +26,7 @@ class RunningServer:
             # Python code in the child needs a fork, which gRPC's threads in this process do not survive: only where asked.
             preexec_fn=limits and (lambda: [resource.setrlimit(what, limit) for what, limit in limits.items()]))
         line = self.process.stdout.readline()
-        match = re.match(r"k3serve ready http=(\S+) grpc=(\S+) admin=\S+ model=(\S+)", line)
+        match = re.match(r"k3serve ready http=(\S+) grpc=(\S+) admin=(\S+) model=(\S+)", line)
         if not match:
             self.process.kill()
             text = ""
@@ -34,7 +34,7 @@ class RunningServer:
                 self.log.seek(0)
                 text = self.log.read().decode()
             raise RuntimeError("no ready line but %r\n%s" % (line, text))
-        self.http, self.grpc, self.model = match.groups()
+        self.http, self.grpc, self.admin, self.model = match.groups()
         self.url = "http://" + self.http
 
     def stop(self):
