@@ -2,7 +2,6 @@
 
 #include <spdlog/spdlog.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -11,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "server/descriptor.h"
 #include "server/tcp_connect.h"
 
 namespace k3 {
@@ -58,20 +58,6 @@ Json SpanJson(const RequestSpan& span) {
 absl::Status SocketError(const std::string& what) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::generic_category().message(errno)));
 }
-
-class Socket {
- public:
-  explicit Socket(int fd) : fd_(fd) {}
-  ~Socket() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Socket(const Socket&) = delete;
-  Socket& operator=(const Socket&) = delete;
-  int fd() const { return fd_; }
-
- private:
-  const int fd_;
-};
 
 }  // namespace
 
@@ -171,12 +157,12 @@ void SpanExporter::Run() {
 absl::Status SpanExporter::Send(const std::string& body) const {
   const absl::StatusOr<int> fd = ConnectTcp(target_.host, target_.port, options_.timeout);
   if (!fd.ok()) return absl::UnavailableError(absl::StrCat("cannot connect: ", fd.status().message()));
-  const Socket socket(*fd);
+  const Descriptor socket(*fd);
   std::string request = absl::StrCat("POST ", target_.path, " HTTP/1.1\r\nHost: ", target_.host, ":", target_.port,
                                      "\r\nContent-Type: application/json\r\nContent-Length: ", body.size(),
                                      "\r\nConnection: close\r\n\r\n", body);
   for (size_t sent = 0; sent < request.size();) {
-    const ssize_t n = send(socket.fd(), request.data() + sent, request.size() - sent, MSG_NOSIGNAL);
+    const ssize_t n = send(socket.get(), request.data() + sent, request.size() - sent, MSG_NOSIGNAL);
     if (n <= 0) return SocketError("cannot send");
     sent += static_cast<size_t>(n);
   }
@@ -185,7 +171,7 @@ absl::Status SpanExporter::Send(const std::string& body) const {
   std::string reply;
   while (reply.size() < kStatusEnd) {
     char buffer[256];
-    const ssize_t n = recv(socket.fd(), buffer, sizeof(buffer), 0);
+    const ssize_t n = recv(socket.get(), buffer, sizeof(buffer), 0);
     if (n <= 0) return n == 0 ? absl::UnavailableError("closed without a reply") : SocketError("no reply");
     reply.append(buffer, static_cast<size_t>(n));
   }

@@ -11,23 +11,10 @@
 #include <system_error>
 
 #include "absl/strings/str_cat.h"
+#include "server/descriptor.h"
 
 namespace k3 {
 namespace {
-
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return fd_; }
-
- private:
-  const int fd_;
-};
 
 absl::Status Failed(const std::string& path, const char* what, int error) {
   const std::string message = absl::StrCat(path, ": cannot be ", what, ": ", std::generic_category().message(error));

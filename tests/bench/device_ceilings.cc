@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -13,8 +12,7 @@
 namespace k3::bench {
 namespace {
 
-// Median of seconds by events.
-double Time(Ops& ops, const std::function<void()>& run) {
+double MedianByEvents(Ops& ops, const std::function<void()>& run) {
   const Event begin = ops.MakeEvent(), end = ops.MakeEvent();
   std::vector<double> seconds;
   for (int i = 0; i < 12; ++i) {
@@ -32,13 +30,13 @@ double Time(Ops& ops, const std::function<void()>& run) {
 
 }  // namespace
 
-Ceilings MeasureCeilings(Ops& ops) {
+Ceilings MeasureCeilings(Ops& ops, const SecondsOf& seconds_of) {
   Ceilings ceilings;
   const auto queue = static_cast<cudaStream_t>(ops.stream());
   const int64_t bytes = int64_t{2} << 30;
   void *from = ops.Allocate(static_cast<size_t>(bytes)), *to = ops.Allocate(static_cast<size_t>(bytes));
   cuda::FillNormal(from, DType::kBF16, bytes / 2, 1, 1, queue);
-  ceilings.copy = 2.0 * static_cast<double>(bytes) / Time(ops, [&] { CopyByKernel(to, from, bytes, queue); });
+  ceilings.copy = 2.0 * static_cast<double>(bytes) / seconds_of([&] { CopyByKernel(to, from, bytes, queue); });
 
   const int64_t n = 8192;
   HostTensor weight;
@@ -48,10 +46,14 @@ Ceilings MeasureCeilings(Ops& ops) {
   const auto linear = ops.MakeLinear({&weight, 1});
   const MatrixView x{from, DType::kBF16, n, n, n}, y{to, DType::kBF16, n, n, n};
   const double flops = 2.0 * static_cast<double>(n) * n * n;
-  ceilings.gemm = flops / Time(ops, [&] { ops.Linear({x, linear.get(), y}, ops.stream()); });
+  ceilings.gemm = flops / seconds_of([&] { ops.Linear({x, linear.get(), y}, ops.stream()); });
   ops.Free(from);
   ops.Free(to);
   return ceilings;
+}
+
+Ceilings MeasureCeilings(Ops& ops) {
+  return MeasureCeilings(ops, [&](const std::function<void()>& run) { return MedianByEvents(ops, run); });
 }
 
 }  // namespace k3::bench

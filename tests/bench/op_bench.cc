@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "kernels/cuda/device.h"
-#include "tests/bench/device_copy.h"
+#include "tests/bench/device_ceilings.h"
 
 namespace k3 {
 namespace {
@@ -59,23 +59,10 @@ double Bench::Time(int sets, const std::function<void(int)>& run, const Timing& 
 }
 
 void Bench::Ceilings() {
-  {
-    Arena arena(ops_);
-    const int64_t bytes = int64_t{2} << 30;
-    void *from = arena.Matrix(1, bytes / 2).data, *to = arena.Bytes(bytes);
-    const double seconds = Time(1, [&](int) { bench::CopyByKernel(to, from, bytes, queue_); });
-    copy_ = 2 * static_cast<double>(bytes) / seconds;
-  }
-  Arena arena(ops_);
-  const int64_t n = 8192;
-  HostTensor weight;
-  weight.dtype = DType::kBF16;
-  weight.shape = {n, n};
-  weight.random_stddev = 1;
-  const auto linear = ops_.MakeLinear({&weight, 1});
-  const MatrixView x = arena.Matrix(n, n), y = arena.Matrix(n, n);
-  const double seconds = Time(1, [&](int) { ops_.Linear({x, linear.get(), y}, ops_.stream()); });
-  gemm_ = 2.0 * n * n * n / seconds;
+  const bench::Ceilings ceilings =
+      bench::MeasureCeilings(ops_, [&](const std::function<void()>& run) { return Time(1, [&](int) { run(); }); });
+  copy_ = ceilings.copy;
+  gemm_ = ceilings.gemm;
   std::printf("copy %.2f TB/s, bf16 product 8192^3 %.0f TFLOP/s\n", copy_ * 1e-12, gemm_ * 1e-12);
   std::printf("%-36s %12s %-8s %10s\n", "name", "value", "unit", "of floor");
 }
