@@ -115,7 +115,7 @@ __device__ __forceinline__ void MultiplySteps(PlainTileShared& s, int steps, boo
   ReleaseStage(s, (n - 1) % s.kStages);
 }
 
-// All steps of a tile. Returns nothing that is read.
+// All steps of a tile. What it returns has a meaning only where picks are not split.
 template <bool kWide, int kSums>
 __device__ __forceinline__ int MultiplyTile(PlainTileShared& s, int steps, bool up, int count, int group, int& n,
                                             float (&sum)[kSums]) {
