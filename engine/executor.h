@@ -68,8 +68,8 @@ class Executor : public StepRunner {
   absl::StatusOr<WarmUpReport> WarmUp();
 
   int max_in_flight() const override {
-    return ops_.is_cpu() || profiling() || (options_.profile != nullptr && options_.profile->requested()) ? 1
-                                                                                                          : kFlights;
+    const bool one_by_one = ops_.is_cpu() || (options_.profile != nullptr && options_.profile->one_by_one());
+    return one_by_one ? 1 : kFlights;
   }
   absl::Status Submit(const StepPlan& plan) override;
   absl::Status Wait(StepResult* result) override;

@@ -230,8 +230,8 @@ CollectiveTotals RankGroup::collectives() const {
   return totals;
 }
 
-void RankGroup::AddCollectiveTimes(const ProfiledOps::Table& table) {
-  for (const ProfiledOps::Line& line : table.lines) {
+void RankGroup::AddCollectiveTimes(const ProfileTable& table) {
+  for (const ProfileLine& line : table.lines) {
     for (int kind = 0; kind < kCollectives; ++kind) {
       if (line.name != Name(static_cast<Collective>(kind))) continue;
       world().AddTime(static_cast<Collective>(kind), static_cast<uint64_t>(line.milliseconds * 1e6));

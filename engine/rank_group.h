@@ -106,7 +106,7 @@ class RankGroup final : public StepRunner {
   // Of the local ranks. From any thread.
   CollectiveTotals collectives() const;
   // What a profile of the first rank's steps has measured, for `collectives`.
-  void AddCollectiveTimes(const ProfiledOps::Table& table);
+  void AddCollectiveTimes(const ProfileTable& table);
 
   // StepRunner.
   int max_in_flight() const override { return ranks_[0].executor->max_in_flight(); }

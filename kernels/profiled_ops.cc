@@ -79,7 +79,7 @@ void ProfiledOps::Time(const std::string& name, Stream stream, Call&& call) {
   if (!measures()) return call();
   const auto [place, fresh] = line_of_.try_emplace(name, table_.lines.size());
   if (fresh) table_.lines.push_back({name, 0, 0});
-  Line& line = table_.lines[place->second];
+  ProfileLine& line = table_.lines[place->second];
   ++line.calls;
   inner_->BeginRange(name.c_str());
   if (inner_->is_cpu()) {
@@ -118,10 +118,10 @@ bool ProfiledOps::EndStep() {
   return --steps_left_ == 0;
 }
 
-ProfiledOps::Table ProfiledOps::Result() const {
-  Table table = table_;
+ProfileTable ProfiledOps::Result() const {
+  ProfileTable table = table_;
   std::sort(table.lines.begin(), table.lines.end(),
-            [](const Line& a, const Line& b) { return a.milliseconds > b.milliseconds; });
+            [](const ProfileLine& a, const ProfileLine& b) { return a.milliseconds > b.milliseconds; });
   return table;
 }
 

@@ -52,9 +52,6 @@ class ProfileSwitch {
 // as one piece). Inactive it hands everything through.
 class ProfiledOps final : public ForwardingOps {
  public:
-  using Line = ProfileLine;
-  using Table = ProfileTable;
-
   // `asked` may be null.
   explicit ProfiledOps(std::unique_ptr<Ops> inner, std::shared_ptr<ProfileSwitch> asked = nullptr);
   ~ProfiledOps() override;
@@ -63,13 +60,15 @@ class ProfiledOps final : public ForwardingOps {
   void Start(int64_t steps);
 
   bool active() const { return steps_left_ > 0; }
-  // The switch was used: steps are to end one by one until TakeRequest.
+  // The switch was used and TakeRequest has not seen it.
   bool requested() const { return asked_ != nullptr && asked_->asked_.load(); }
+  // Whether steps run one at a time, or are to.
+  bool one_by_one() const { return active() || requested(); }
   // While no step runs: does what the switch asks for. True if that ends a profile that has seen a step.
   bool TakeRequest();
   // The device has finished a step: takes the measurements over. True when it was the last one to be profiled.
   bool EndStep();
-  Table Result() const;
+  ProfileTable Result() const;
 
   // What is measured runs alone.
   Stream Fork(Stream stream) override { return measures() ? stream : inner_->Fork(stream); }
@@ -115,7 +114,7 @@ class ProfiledOps final : public ForwardingOps {
   const std::shared_ptr<ProfileSwitch> asked_;
   int64_t steps_left_ = 0;
   bool recording_ = false;  // a capture: nothing runs, so nothing is measured
-  Table table_;
+  ProfileTable table_;
   std::map<std::string, size_t> line_of_;
   std::vector<Measured> open_;  // of the step that runs
   std::vector<Event> events_;   // all that were made; the first used_ are in use

@@ -361,7 +361,7 @@ absl::Status EngineHost::StartEngine(const ServerConfig& config, EngineObserver*
   options.profile = profile_;
   options.balance = balance_;
   options.on_profile = [this](const ProfiledOps& profile) {
-    const ProfiledOps::Table table = profile.Result();
+    const ProfileTable table = profile.Result();
     spdlog::info("profile: {}", table.Text());
     ranks_->AddCollectiveTimes(table);
   };

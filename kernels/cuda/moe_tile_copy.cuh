@@ -26,13 +26,7 @@ __device__ __forceinline__ void BringTiles(Shared& s, const typename Shared::Map
   const bool leads = threadIdx.x % 32 == 0;
   const uint64_t policy = args.weights_once ? EvictFirstPolicy() : EvictNormalPolicy();
   std::conditional_t<Shared::kSplitsPicks, TileForesight<Shared>, PlannedTiles<Shared>> tiles(s, args);
-  int n = 0;  // turns of the ring so far
-  const auto next = [&] {
-    const int stage = n % Shared::kStages;
-    BarrierWait(&s.empty[stage], (n / Shared::kStages & 1) ^ 1);
-    ++n;
-    return stage;
-  };
+  TileTurns turns(s);
   for (int number = 0;; ++number) {
     const int slot = number % kTileTilesAhead;
     const MoeTile tile = tiles.Next();
@@ -45,7 +39,7 @@ __device__ __forceinline__ void BringTiles(Shared& s, const typename Shared::Map
     }
     const int steps = ((tile.up ? args.width : args.inner) + kTileDepth - 1) / kTileDepth;
     for (int step = 0; step < steps; ++step) {
-      const int stage = next();
+      const int stage = turns.Next();
       if (leads) {
         if (step == 0) s.tile[stage] = tile;
         CopyTileStep(s, maps, args, tile, rank, step, stage, policy);
@@ -53,7 +47,7 @@ __device__ __forceinline__ void BringTiles(Shared& s, const typename Shared::Map
       tiles.Step(step, steps);
     }
     // The space for the results.
-    const int stage = next();
+    const int stage = turns.Next();
     if (leads) {
       s.leaving[slot] = tile;
       s.leaving_stage[slot] = stage;
@@ -61,11 +55,11 @@ __device__ __forceinline__ void BringTiles(Shared& s, const typename Shared::Map
       BarrierArrive(&s.full[stage]);
     }
     if (!tile.up) {
-      const int second = next();
+      const int second = turns.Next();
       if (leads) BarrierArrive(&s.full[second]);
     }
   }
-  const int stage = next();
+  const int stage = turns.Next();
   if (leads) {
     s.tile[stage].count = 0;
     BarrierArrive(&s.full[stage]);

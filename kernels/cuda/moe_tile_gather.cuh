@@ -15,13 +15,7 @@ __device__ __forceinline__ void GatherTiles(Shared& s, const TileArgs& args) {
   // Eight lanes a row, of four rows that follow each other; a batch of rows after the other.
   const int piece = threadIdx.x % 8;
   const int first = 16 * (threadIdx.x / 32 - kTileGatherWarp) + threadIdx.x % 32 / 8 * 4;
-  int n = 0;  // turns
-  const auto next = [&] {
-    const int stage = n % Shared::kStages;
-    BarrierWait(&s.empty[stage], (n / Shared::kStages & 1) ^ 1);
-    ++n;
-    return stage;
-  };
+  TileTurns turns(s);
   for (int number = 0;; ++number) {
     const int slot = number % Shared::kPlanned;
     BarrierWait(&s.planned[slot], number / Shared::kPlanned & 1);
@@ -34,10 +28,10 @@ __device__ __forceinline__ void GatherTiles(Shared& s, const TileArgs& args) {
     }
     BarrierArrive(&s.taken[slot]);
     const int steps = ((tile.up ? args.width : args.inner) + kTileDepth - 1) / kTileDepth;
-    const int turns = steps + (tile.up ? TileResults<Shared, true>::kStages : TileResults<Shared, false>::kStages);
+    const int end = steps + (tile.up ? TileResults<Shared, true>::kStages : TileResults<Shared, false>::kStages);
     const int rows = tile.up ? ShareOf<true>(tile, rank).count - first : 0;
-    for (int turn = 0; turn < turns; ++turn) {
-      const int stage = next();
+    for (int turn = 0; turn < end; ++turn) {
+      const int stage = turns.Next();
       if (turn < steps && rows > 0) {
         const int column = turn * kTileDepth + 8 * piece;
         const bool valid = column < args.width;
@@ -56,7 +50,7 @@ __device__ __forceinline__ void GatherTiles(Shared& s, const TileArgs& args) {
       BarrierArriveCopied(&s.full[stage]);
     }
   }
-  BarrierArriveCopied(&s.full[next()]);
+  BarrierArriveCopied(&s.full[turns.Next()]);
 }
 
 }  // namespace k3::cuda

@@ -71,6 +71,24 @@ struct TileShared {
   int leaving_stage[kTileTilesAhead];  // the first that its results take
 };
 
+// The turns of the ring, as those take them that fill stages.
+template <typename Shared>
+class TileTurns {
+ public:
+  __device__ __forceinline__ explicit TileTurns(Shared& s) : s_(s) {}
+  // The next turn's stage, once both blocks are done with it.
+  __device__ __forceinline__ int Next() {
+    const int stage = n_ % Shared::kStages;
+    BarrierWait(&s_.empty[stage], (n_ / Shared::kStages & 1) ^ 1);
+    ++n_;
+    return stage;
+  }
+
+ private:
+  Shared& s_;
+  int n_ = 0;
+};
+
 // The picks of a tile that a block of the pair multiplies, from MoeTile::begin on: all, or about half.
 struct TileShare {
   int begin, count;

@@ -210,7 +210,10 @@ class Server {
         const std::optional<ProfileTable> table = profile->Stop();
         if (!table.has_value()) return absl::FailedPreconditionError("no profile was started since the last one");
         absl::StatusOr<std::string> written = WriteTemporaryText("k3serve-profile-", ".txt", table->Text());
-        if (!written.ok()) return written.status();
+        if (!written.ok()) {
+          spdlog::error("profile, {}: {}", std::string(written.status().message()), table->Text());
+          return written.status();
+        }
         *path = *std::move(written);
         return absl::OkStatus();
       };

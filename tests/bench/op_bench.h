@@ -54,7 +54,7 @@ class Arena {
 // that, unless it is one of hundreds or shows what is left after a second of work: medians over longer times were those
 // of one state or the other, as it fell out.
 struct Timing {
-  double budget = 0.03;  // seconds, about
+  double budget = 0.03;  // seconds, about; five replays of what is longer
   bool rested = true;
   double warm = 0;  // seconds of replays before
 };

@@ -185,9 +185,9 @@ class Run {
       }));
     }
     for (const ProfiledOps* profile : profiles_) {
-      const ProfiledOps::Table table = profile->Result();
+      const ProfileTable table = profile->Result();
       double ms = 0;
-      for (const ProfiledOps::Line& line : table.lines) {
+      for (const ProfileLine& line : table.lines) {
         if (line.name.rfind("MoeExperts", 0) == 0) ms += line.milliseconds / settings_.steps;
       }
       figures.slowest_ms = std::max(figures.slowest_ms, ms);
